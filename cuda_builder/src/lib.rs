@@ -1,0 +1,1 @@
+//! Builds a kernel crate to PTX and checks it.

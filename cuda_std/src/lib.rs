@@ -1,0 +1,1 @@
+//! What a kernel may call.

@@ -1,0 +1,1 @@
+//! Answers `-lcuda` and loads the real driver when it is first used.

@@ -1,0 +1,3 @@
+//! `cargo xtask`: set-up, demo, tests, GPU bundle.
+
+fn main() {}
