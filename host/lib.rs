@@ -1,5 +1,6 @@
 //! Mixture-of-experts layers for NVIDIA GPUs whose kernels are written in Rust.
 
+pub mod checkpoint;
 pub mod error;
 pub mod formats;
 pub mod types;

@@ -1,7 +1,7 @@
 //! bf16 weights to NVFP4, with the bits of NVIDIA ModelOpt's exporter.
 //!
-//! In f32: global = amax/2688, block scale = e4m3(block amax/(6·global)), code = nearest-even e2m1 of
-//! w/(scale·global). gate and up of an expert share the global scale, because ModelOpt quantises the fused matrix.
+//! In f32: global = amax/2688, block scale = e4m3(max(block amax/(6·global), 2^-9)), code = nearest-even e2m1 of
+//! w/(scale·global); a block of zeros gets the scale 0 (ModelOpt: 1) and the codes 0. gate and up of an expert share the global scale, because ModelOpt quantises the fused matrix.
 
 use super::nvfp4::{ExpertTensors, GlobalScale, Nvfp4Matrix};
 use super::scales::{LinearScales, product};
@@ -10,6 +10,9 @@ use crate::error::{Error, Result, check_len};
 
 /// Largest code times largest block scale: 6·448.
 const RANGE: f32 = 2688.0;
+
+/// Smallest positive block scale, 2^-9.
+const SMALLEST: f32 = 1.0 / 512.0;
 
 /// Largest magnitude of bf16 weights; an error naming `name` if one of them is NaN or infinite.
 pub fn amax(name: &'static str, weights: &[u16]) -> Result<f32> {
@@ -30,7 +33,7 @@ pub fn global_scale(amax: f32) -> f32 {
 }
 
 /// Quantises bf16 weights [rows, cols] with a given global scale (finite and positive). `name` is what an error calls
-/// the weights. A block whose scale is 0, as that of a block of zeros, gets the codes 0.
+/// the weights.
 pub fn quantize(
     name: &'static str,
     weights: &[u16],
@@ -51,10 +54,15 @@ pub fn quantize(
     let mut scales = Vec::with_capacity(weights.len() / NVFP4_BLOCK);
     for block in weights.chunks_exact(NVFP4_BLOCK) {
         let block_amax = block.iter().map(|&bits| float16::bf16_to_f32(bits).abs()).fold(0.0, f32::max);
-        let scale = e4m3::encode(block_amax / (6.0 * global));
+        // Only a block of zeros gets the scale 0: the smallest scale keeps what it can of a block of tiny weights.
+        let scale = if block_amax == 0.0 { 0 } else { e4m3::encode((block_amax / (6.0 * global)).max(SMALLEST)) };
         scales.push(scale);
         let step = e4m3::decode(scale) * global;
-        let code = |bits| if scale == 0 { 0 } else { e2m1::encode(float16::bf16_to_f32(bits) / step) };
+        // A weight of -0 loses its sign, a small negative weight keeps it.
+        let code = |bits| match float16::bf16_to_f32(bits) {
+            0.0 => 0,
+            weight => e2m1::encode(weight / step),
+        };
         codes.extend(block.chunks_exact(2).map(|pair| e2m1::pack(code(pair[0]), code(pair[1]))));
     }
     let scales = LinearScales::new("scales", rows, cols / NVFP4_BLOCK, scales)?;
