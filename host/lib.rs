@@ -1,6 +1,7 @@
 //! Mixture-of-experts layers for NVIDIA GPUs whose kernels are written in Rust.
 
 pub mod error;
+pub mod reference;
 pub mod types;
 
 pub use error::{Error, Result};
