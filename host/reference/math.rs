@@ -13,6 +13,7 @@ pub fn canonical(x: f32) -> f32 {
 /// exp(x) as one explicit f32 algorithm, at most 0.991 ulp off for |x| <= 110.
 /// NaN for NaN, +inf above 88.72284, 0 below -104. Cody-Waite reduction, a polynomial of degree 7, and a scaling by
 /// two powers of two so that no intermediate over- or underflows.
+#[expect(clippy::excessive_precision, clippy::approx_constant, reason = "the constants as they are specified")]
 pub fn exp(x: f32) -> f32 {
     if x.is_nan() {
         return NAN;

@@ -296,20 +296,25 @@ fn step_fast(
     let up = emax.map(|exponent| power_of_two(GRID - exponent));
     let down = emax.map(|exponent| power_of_two(exponent - GRID));
 
-    // A term is below 2^27, so eight of them and c fit an i32; the cast is the truncation.
-    let mut sums = [[0i32; LANES]; 2];
-    for (k, (a, &b)) in a.iter().zip(b).enumerate() {
-        let sum = &mut sums[k / 8];
+    // The sums are kept at 1.5·2^52 + integer, where adding rounds to the nearest integer. Taking just under 1/2 off a
+    // term's magnitude first turns that into truncation: a term of at least 1/2 has no bit below 2^-24 and is below
+    // 2^27, so subtracting 1/2 - 2^-26 is exact and never leaves a tie; a smaller term ends within 1/2 of 0.
+    const INTEGERS: f64 = 1.5 * (1u64 << 52) as f64;
+    const UNDER_HALF: f64 = 0.5 - 1.0 / (1u64 << 26) as f64;
+    let mut sum = [INTEGERS; LANES];
+    for (a, &b) in a.iter().zip(b) {
+        let b = f64::from(b);
         for lane in 0..LANES {
-            sum[lane] += (a[lane] * f64::from(b) * up[lane]) as i32;
+            let term = a[lane] * b * up[lane];
+            sum[lane] += term - UNDER_HALF.copysign(term);
         }
     }
     for lane in 0..LANES {
-        sums[0][lane] += (f64::from(acc[lane]) * up[lane]) as i32;
+        let term = f64::from(acc[lane]) * up[lane];
+        sum[lane] += term - UNDER_HALF.copysign(term);
     }
 
-    let exact: [f64; LANES] =
-        std::array::from_fn(|lane| (f64::from(sums[0][lane]) + f64::from(sums[1][lane])) * down[lane]);
+    let exact: [f64; LANES] = std::array::from_fn(|lane| (sum[lane] - INTEGERS) * down[lane]);
     // Dropping 29 of 52 mantissa bits truncates to a normal f32; what is below those goes the long way.
     *acc = exact.map(|x| f64::from_bits(x.to_bits() & !((1 << 29) - 1)) as f32);
     if exact.iter().any(|x| x.abs() < f64::from(f32::MIN_POSITIVE) && *x != 0.0) {

@@ -4,8 +4,10 @@
 //! (only the index formulas of `kernels_gpu::layout`). [`Mode::Exact`] gives the bits of an H200, through the model of
 //! its tensor cores in [`mma`]. [`Mode::Fast`] sums plainly in f64 and comes with a bound, [`layer_bound`].
 
+mod bound;
 pub mod math;
 pub mod mma;
 mod nvfp4;
 
+pub use bound::{layer_bound, sum_bound};
 pub use nvfp4::*;

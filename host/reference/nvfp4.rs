@@ -116,12 +116,12 @@ impl Nvfp4View<'_> {
     }
 
     /// One expert's w13.
-    fn fc1(&self, expert: usize) -> Matrix<'_> {
+    pub(super) fn fc1(&self, expert: usize) -> Matrix<'_> {
         Matrix::of_expert(self.w13, self.s13, expert, 2 * self.shape.intermediate, self.shape.hidden)
     }
 
     /// One expert's w2.
-    fn fc2(&self, expert: usize) -> Matrix<'_> {
+    pub(super) fn fc2(&self, expert: usize) -> Matrix<'_> {
         Matrix::of_expert(self.w2, self.s2, expert, self.shape.output, self.shape.intermediate)
     }
 }
@@ -139,7 +139,7 @@ fn check_finite<'a>(name: &'static str, alphas: impl Iterator<Item = &'a [f32]>)
     })
 }
 
-fn check_options(options: &LayerOptions) -> Result<()> {
+pub(super) fn check_options(options: &LayerOptions) -> Result<()> {
     match options.limit {
         // Written so that NaN is refused.
         Some(limit) if !(limit > 0.0) => Err(Error::argument("limit", limit, "a value > 0, or None for no clamp")),
@@ -259,7 +259,7 @@ pub fn route_prep(topk_ids: &[i32], top_k: usize, experts: usize) -> Result<Rout
 
 /// One expert's weight matrix: rows of `cols` codes with a scale per 16.
 #[derive(Clone, Copy)]
-struct Matrix<'a> {
+pub(super) struct Matrix<'a> {
     codes: &'a [u8],
     scales: &'a [u8],
     rows: usize,
@@ -286,6 +286,12 @@ impl<'a> Matrix<'a> {
         let code = if k % 2 == 0 { byte & 15 } else { byte >> 4 };
         let scale = self.scales[swizzled_offset(row, k / 16, padded_cols(self.cols / 16))];
         table.weights[usize::from(scale)][usize::from(code)]
+    }
+
+    /// One row's weights, k ascending.
+    pub(super) fn row(&self, format: Activation, row: usize) -> Vec<f64> {
+        let table = &*WEIGHTS[format as usize];
+        (0..self.cols).map(|k| f64::from(self.operand(table, row, k).value)).collect()
     }
 
     /// Rows first..first+LANES of the matrix, but none from `end` on, in the order of the instructions.
@@ -320,7 +326,7 @@ fn weight_table(format: Activation) -> WeightTable {
 }
 
 /// Instructions of a row of `cols` k: eight per started chunk of 128.
-fn steps(cols: usize) -> usize {
+pub(super) fn steps(cols: usize) -> usize {
     cols.div_ceil(128) * 8
 }
 
@@ -370,7 +376,7 @@ fn activation_row(format: Activation, values: &[u16], index: usize, cols: usize)
 
 /// Fills into[pair][row] for all live pairs. `work` is called with an expert, the first of up to LANES rows, and the
 /// expert's pairs, and gives one [T; LANES] per pair.
-fn for_all_rows<T: Copy + Send>(
+pub(super) fn for_all_rows<T: Copy + Send>(
     route: &Route,
     rows: usize,
     into: &mut [T],
