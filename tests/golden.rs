@@ -154,7 +154,7 @@ impl Stream {
             }
             Family::NarrowExponents => near(format, self.unit()),
             Family::Sparse => {
-                if self.next() % 5 == 0 {
+                if self.next().is_multiple_of(5) {
                     near(format, self.unit() * 100.0)
                 } else {
                     sign
@@ -163,7 +163,7 @@ impl Stream {
             Family::AllZero => sign,
             Family::Subnormal => sign | (self.next() as u16 & ((2 << mantissa_bits) - 1)),
             // Equal pairs: with the other operand's signs alternating their products cancel.
-            Family::Cancelling => near(format, ((k / 2 + 3) as f32) * if k % 2 == 0 { 1.0 } else { -1.0 }),
+            Family::Cancelling => near(format, ((k / 2 + 3) as f32) * if k.is_multiple_of(2) { 1.0 } else { -1.0 }),
             Family::OneHuge if k == 7 => near(format, 3e4),
             Family::OneHuge => near(format, self.unit() * 1e-3),
         }

@@ -95,7 +95,7 @@ impl Nvfp4View<'_> {
             return Err(Error::argument("top_k", top_k, "1..=32"));
         }
         for (name, size) in [("hidden", hidden), ("intermediate", intermediate)] {
-            if size == 0 || size % 16 != 0 || size > MAX_SIZE {
+            if size == 0 || !size.is_multiple_of(16) || size > MAX_SIZE {
                 return Err(Error::argument(name, size, format!("a multiple of 16 in 16..={MAX_SIZE}")));
             }
         }
@@ -141,8 +141,9 @@ fn check_finite<'a>(name: &'static str, alphas: impl Iterator<Item = &'a [f32]>)
 
 pub(super) fn check_options(options: &LayerOptions) -> Result<()> {
     match options.limit {
-        // Written so that NaN is refused.
-        Some(limit) if !(limit > 0.0) => Err(Error::argument("limit", limit, "a value > 0, or None for no clamp")),
+        Some(limit) if limit.is_nan() || limit <= 0.0 => {
+            Err(Error::argument("limit", limit, "a value > 0, or None for no clamp"))
+        }
         _ => Ok(()),
     }
 }
@@ -241,7 +242,7 @@ pub fn route_prep(topk_ids: &[i32], top_k: usize, experts: usize) -> Result<Rout
     if !(1..=4096).contains(&experts) {
         return Err(Error::argument("experts", experts, "1..=4096"));
     }
-    if topk_ids.len() % top_k != 0 || topk_ids.len() > i32::MAX as usize {
+    if !topk_ids.len().is_multiple_of(top_k) || topk_ids.len() > i32::MAX as usize {
         let needed = format!("a length that is a multiple of top_k = {top_k} and below 2^31");
         return Err(Error::argument("topk_ids", format!("of length {}", topk_ids.len()), needed));
     }
@@ -283,7 +284,7 @@ impl<'a> Matrix<'a> {
             return table.zero;
         }
         let byte = self.codes[row * (self.cols / 2) + k / 2];
-        let code = if k % 2 == 0 { byte & 15 } else { byte >> 4 };
+        let code = if k.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
         let scale = self.scales[swizzled_offset(row, k / 16, padded_cols(self.cols / 16))];
         table.weights[usize::from(scale)][usize::from(code)]
     }
@@ -495,7 +496,7 @@ pub fn fc2(
     check_len("topk_w", topk_w.len(), route.pairs())?;
 
     let format = options.activation;
-    let whole = [0..steps(intermediate)];
+    let whole = partials(intermediate, 1);
     let rows_of_h = (0..route.pairs())
         .into_par_iter()
         .map(|pair| route.expert_of(pair).map(|_| activation_row(format, h, pair, intermediate)))

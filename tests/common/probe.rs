@@ -199,7 +199,7 @@ pub fn floats(bf16: &[u16]) -> Vec<f32> {
 
 fn set_code(codes: &mut [u8], index: usize, code: u8) {
     let byte = &mut codes[index / 2];
-    *byte = if index % 2 == 0 { (*byte & 0xf0) | code } else { (*byte & 0x0f) | code << 4 };
+    *byte = if index.is_multiple_of(2) { (*byte & 0xf0) | code } else { (*byte & 0x0f) | code << 4 };
 }
 
 fn fill_padding(scales: &mut [u8], rows: usize, cols: usize, byte: u8) {
