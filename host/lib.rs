@@ -3,6 +3,7 @@
 pub mod checkpoint;
 pub mod error;
 pub mod formats;
+pub mod reference;
 pub mod types;
 
 pub use error::{Error, Result};
