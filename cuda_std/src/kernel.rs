@@ -96,6 +96,7 @@ mod host {
                 ///
                 /// # Safety
                 /// The memory must belong to the device that the kernel is launched on and live as long as the launch.
+                /// While it runs, nobody else may write what the launch reads, or access what it writes.
                 pub const unsafe fn new(address: u64, len: usize) -> Self {
                     $name { address, len, buffer: PhantomData }
                 }
@@ -327,22 +328,23 @@ macro_rules! kernels {
             emulate: |launch, packed| {
                 let mut next = packed.iter().copied();
                 $(let $arg = <$ty as $crate::kernel::Param>::unpack(
-                    next.next().expect("as many as declared"), launch)?;)+
+                    next.next().expect("as many as declared"), launch)
+                    .map_err(|fault| fault.of_kernel(stringify!($name)))?;)+
                 match launch.arch {
                     $crate::arch::ArchId::Sm80 => {
                         #[allow(dead_code)]
                         type $arch = $crate::arch::Sm80;
-                        $crate::emu::run(launch, stringify!($name), &move || ($body)($($arg),+))
+                        $crate::emu::run(launch, packed, stringify!($name), &move || ($body)($($arg),+))
                     }
                     $crate::arch::ArchId::Sm90 => {
                         #[allow(dead_code)]
                         type $arch = $crate::arch::Sm90;
-                        $crate::emu::run(launch, stringify!($name), &move || ($body)($($arg),+))
+                        $crate::emu::run(launch, packed, stringify!($name), &move || ($body)($($arg),+))
                     }
                     $crate::arch::ArchId::Sm100 => {
                         #[allow(dead_code)]
                         type $arch = $crate::arch::Sm100;
-                        $crate::emu::run(launch, stringify!($name), &move || ($body)($($arg),+))
+                        $crate::emu::run(launch, packed, stringify!($name), &move || ($body)($($arg),+))
                     }
                 }
             },
