@@ -1,0 +1,344 @@
+//! Declaring kernels. One declaration gives the GPU entry points with their launch bounds, the typed arguments that the
+//! host must pass, and the emulated form.
+
+/// A kernel parameter: a buffer ([`crate::memory::In`], [`crate::memory::Out`]) or a scalar.
+#[cfg(target_arch = "nvptx64")]
+pub trait Param: Copy {
+    /// How it crosses the launch: a pointer or the scalar itself.
+    type Abi;
+    /// The parameter from what was passed.
+    ///
+    /// # Safety
+    /// A pointer must be null or point to a buffer that is as long as the kernel's contract says.
+    unsafe fn from_abi(abi: Self::Abi) -> Self;
+}
+
+#[cfg(target_arch = "nvptx64")]
+mod device {
+    use super::Param;
+    use crate::memory::{In, Out};
+
+    impl<T: Copy> Param for In<T> {
+        type Abi = *const T;
+        #[inline(always)]
+        unsafe fn from_abi(abi: *const T) -> Self {
+            In(crate::ptx::RawIn(abi))
+        }
+    }
+    impl<T: Copy> Param for Out<T> {
+        type Abi = *mut T;
+        #[inline(always)]
+        unsafe fn from_abi(abi: *mut T) -> Self {
+            Out(crate::ptx::RawOut(abi))
+        }
+    }
+    macro_rules! scalars {
+        ($($t:ty),+) => {$(impl Param for $t {
+            type Abi = $t;
+            #[inline(always)]
+            unsafe fn from_abi(abi: $t) -> Self {
+                abi
+            }
+        })+};
+    }
+    scalars!(u32, i32, u64, f32);
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub use host::*;
+
+#[cfg(not(target_arch = "nvptx64"))]
+mod host {
+    use crate::emu::{Fault, Launch};
+    use crate::memory::{Element, In, Out};
+    use std::marker::PhantomData;
+
+    /// A kernel parameter: a buffer ([`crate::memory::In`], [`crate::memory::Out`]) or a scalar.
+    pub trait Param: Copy + Send + Sync + 'static {
+        /// What the host passes.
+        type Host<'a>: Copy;
+        /// Type-erased form.
+        fn pack(host: Self::Host<'_>) -> Packed;
+        /// The parameter of an emulated launch: looks the buffer up in the emulated device's memory.
+        fn unpack(packed: Packed, launch: &Launch<'_>) -> Result<Self, Fault>;
+    }
+
+    /// A device buffer handed to a kernel for reading: address and number of elements. May be null.
+    #[derive(Debug)]
+    pub struct DeviceRef<'a, T> {
+        /// Device address, 0 for none.
+        pub address: u64,
+        /// Number of elements.
+        pub len: usize,
+        buffer: PhantomData<&'a [T]>,
+    }
+
+    /// A device buffer handed to a kernel for writing.
+    #[derive(Debug)]
+    pub struct DeviceMut<'a, T> {
+        /// Device address, 0 for none.
+        pub address: u64,
+        /// Number of elements.
+        pub len: usize,
+        buffer: PhantomData<&'a [T]>,
+    }
+
+    macro_rules! device_pointers {
+        ($($name:ident),+) => {$(
+            impl<T> Clone for $name<'_, T> {
+                fn clone(&self) -> Self {
+                    *self
+                }
+            }
+            impl<T> Copy for $name<'_, T> {}
+            impl<T> $name<'_, T> {
+                /// `len` elements at `address`, which stay allocated for the lifetime.
+                ///
+                /// # Safety
+                /// The memory must belong to the device that the kernel is launched on and live as long as the launch.
+                pub const unsafe fn new(address: u64, len: usize) -> Self {
+                    $name { address, len, buffer: PhantomData }
+                }
+
+                /// No buffer.
+                pub const fn null() -> Self {
+                    $name { address: 0, len: 0, buffer: PhantomData }
+                }
+            }
+        )+};
+    }
+    device_pointers!(DeviceRef, DeviceMut);
+
+    impl<'a, T> From<DeviceMut<'a, T>> for DeviceRef<'a, T> {
+        fn from(buffer: DeviceMut<'a, T>) -> Self {
+            DeviceRef { address: buffer.address, len: buffer.len, buffer: PhantomData }
+        }
+    }
+
+    /// A parameter without its type.
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    pub enum Packed {
+        /// A buffer.
+        Pointer {
+            /// Device address, 0 for none.
+            address: u64,
+            /// Elements.
+            len: usize,
+            /// Bytes of an element.
+            element: usize,
+            /// Whether the kernel may write it.
+            writable: bool,
+        },
+        /// A scalar, in the low bytes.
+        Scalar {
+            /// Its bits.
+            bits: u64,
+            /// Its size in bytes.
+            size: usize,
+        },
+    }
+
+    /// Most parameters that a kernel has.
+    pub const MAX_PARAMS: usize = 24;
+
+    /// All parameters of a launch, without allocation.
+    #[derive(Clone, Copy, Debug)]
+    pub struct PackedArgs {
+        items: [Packed; MAX_PARAMS],
+        len: usize,
+    }
+
+    impl PackedArgs {
+        /// From the parameters in order.
+        pub fn new<const N: usize>(args: [Packed; N]) -> Self {
+            const { assert!(N <= MAX_PARAMS, "kernel with more than MAX_PARAMS parameters") };
+            let mut items = [Packed::Scalar { bits: 0, size: 4 }; MAX_PARAMS];
+            items[..N].copy_from_slice(&args);
+            PackedArgs { items, len: N }
+        }
+
+        /// The parameters in order.
+        pub fn as_slice(&self) -> &[Packed] {
+            &self.items[..self.len]
+        }
+    }
+
+    impl<T: Element> Param for In<T> {
+        type Host<'a> = DeviceRef<'a, T>;
+        fn pack(host: DeviceRef<'_, T>) -> Packed {
+            Packed::Pointer { address: host.address, len: host.len, element: size_of::<T>(), writable: false }
+        }
+        fn unpack(packed: Packed, launch: &Launch<'_>) -> Result<Self, Fault> {
+            launch.resolve_in(packed).map(In)
+        }
+    }
+
+    impl<T: Element> Param for Out<T> {
+        type Host<'a> = DeviceMut<'a, T>;
+        fn pack(host: DeviceMut<'_, T>) -> Packed {
+            Packed::Pointer { address: host.address, len: host.len, element: size_of::<T>(), writable: true }
+        }
+        fn unpack(packed: Packed, launch: &Launch<'_>) -> Result<Self, Fault> {
+            launch.resolve_out(packed).map(Out)
+        }
+    }
+
+    macro_rules! scalars {
+        ($($t:ty, $to:expr, $from:expr;)+) => {$(impl Param for $t {
+            type Host<'a> = $t;
+            fn pack(host: $t) -> Packed {
+                Packed::Scalar { bits: ($to)(host), size: size_of::<$t>() }
+            }
+            fn unpack(packed: Packed, _: &Launch<'_>) -> Result<Self, Fault> {
+                match packed {
+                    Packed::Scalar { bits, .. } => Ok(($from)(bits)),
+                    Packed::Pointer { .. } => unreachable!("packed by the same declaration"),
+                }
+            }
+        })+};
+    }
+    scalars! {
+        u32, u64::from, |bits| bits as u32;
+        i32, |value| value as u32 as u64, |bits| bits as u32 as i32;
+        u64, |value| value, |bits| bits;
+        f32, |value: f32| value.to_bits() as u64, |bits| f32::from_bits(bits as u32);
+    }
+
+    /// A group of kernels with the same parameters.
+    pub trait Family: 'static {
+        /// What the host passes.
+        type Args<'a>: Copy;
+        /// Name of the family.
+        const NAME: &'static str;
+        /// The parameters in order.
+        fn pack(args: Self::Args<'_>) -> PackedArgs;
+    }
+
+    /// One kernel of family `F`: its symbol, its launch bounds and its emulated form.
+    pub struct Kernel<F> {
+        /// Symbol in the PTX.
+        pub name: &'static str,
+        /// Threads of a block, exactly (`.reqntid`).
+        pub threads: u32,
+        /// Blocks that must fit on one multiprocessor (`.minnctapersm`).
+        pub min_blocks: u32,
+        /// Runs a launch on the emulator.
+        pub emulate: fn(&Launch<'_>, &[Packed]) -> Result<(), Fault>,
+        /// The family.
+        pub family: PhantomData<fn(F)>,
+    }
+
+    impl<F> Clone for Kernel<F> {
+        fn clone(&self) -> Self {
+            *self
+        }
+    }
+    impl<F> Copy for Kernel<F> {}
+    impl<F> std::fmt::Debug for Kernel<F> {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str(self.name)
+        }
+    }
+}
+
+/// Declares a family of kernels.
+///
+/// ```ignore
+/// kernels! {
+///     /// Doubles.
+///     pub mod double(x: In<f32>, y: Out<f32>, n: u32);
+///     double_f32[128, 4] = |A| body::<A>;
+/// }
+/// ```
+/// makes `double::Args { x, y, n }`, `double::KERNELS` and a constant `double::double_f32`. In brackets: threads of a block
+/// and blocks a multiprocessor must hold. The body is a function (or closure) of the parameters; `A` names the
+/// [`crate::arch::Arch`] that is compiled for or emulated.
+#[macro_export]
+macro_rules! kernels {
+    (
+        $(#[$doc:meta])*
+        pub mod $family:ident($($(#[$arg_doc:meta])* $arg:ident: $ty:ty),+ $(,)?);
+        $($name:ident[$threads:expr, $min_blocks:expr] = |$arch:ident| $body:expr;)+
+    ) => {
+        $(#[$doc])*
+        #[cfg(target_arch = "nvptx64")]
+        #[allow(non_upper_case_globals, missing_docs, improper_ctypes_definitions)]
+        pub mod $family {
+            use super::*;
+            $(
+                const _: () = {
+                    #[used]
+                    #[unsafe(export_name = concat!("BOUNDS_", stringify!($name)))]
+                    pub static BOUNDS: [u32; 2] = [$threads, $min_blocks];
+                };
+
+                /// # Safety
+                /// Buffers as long as the family's contract says.
+                #[unsafe(no_mangle)]
+                pub unsafe extern "ptx-kernel" fn $name($($arg: <$ty as $crate::kernel::Param>::Abi),+) {
+                    #[allow(dead_code)]
+                    type $arch = $crate::arch::Target;
+                    // SAFETY: the launcher checked every buffer against the family's contract.
+                    unsafe { ($body)($(<$ty as $crate::kernel::Param>::from_abi($arg)),+) }
+                }
+            )+
+        }
+
+        $(#[$doc])*
+        #[cfg(not(target_arch = "nvptx64"))]
+        #[allow(non_upper_case_globals)]
+        pub mod $family {
+            use super::*;
+
+            /// What the host passes.
+            #[derive(Clone, Copy, Debug)]
+            pub struct Args<'a> {
+                $($(#[$arg_doc])* pub $arg: <$ty as $crate::kernel::Param>::Host<'a>,)+
+                #[doc(hidden)]
+                pub lifetime: core::marker::PhantomData<&'a ()>,
+            }
+
+            /// The family of these kernels.
+            #[derive(Clone, Copy, Debug)]
+            pub struct Family;
+
+            impl $crate::kernel::Family for Family {
+                type Args<'a> = Args<'a>;
+                const NAME: &'static str = stringify!($family);
+                fn pack(args: Args<'_>) -> $crate::kernel::PackedArgs {
+                    $crate::kernel::PackedArgs::new([$(<$ty as $crate::kernel::Param>::pack(args.$arg)),+])
+                }
+            }
+
+            $(
+                /// One kernel of the family.
+                pub const $name: $crate::kernel::Kernel<Family> = $crate::kernel::Kernel {
+                    name: stringify!($name),
+                    threads: $threads,
+                    min_blocks: $min_blocks,
+                    emulate: |launch, packed| {
+                        let mut next = packed.iter().copied();
+                        $(let $arg = <$ty as $crate::kernel::Param>::unpack(
+                            next.next().expect("as many as declared"), launch)?;)+
+                        macro_rules! on {
+                            ($id:ident) => {{
+                                #[allow(dead_code)]
+                                type $arch = $crate::arch::$id;
+                                $crate::emu::run(launch, stringify!($name), &move || ($body)($($arg),+))
+                            }};
+                        }
+                        match launch.arch {
+                            $crate::arch::ArchId::Sm80 => on!(Sm80),
+                            $crate::arch::ArchId::Sm90 => on!(Sm90),
+                            $crate::arch::ArchId::Sm100 => on!(Sm100),
+                        }
+                    },
+                    family: core::marker::PhantomData,
+                };
+            )+
+
+            /// Every kernel of the family.
+            pub const KERNELS: &[$crate::kernel::Kernel<Family>] = &[$($name),+];
+        }
+    };
+}

@@ -1,0 +1,101 @@
+//! Typed global buffers as kernel parameters. On the GPU they are bare pointers, and a kernel must stay inside by its own
+//! logic; the emulator knows each buffer's length and checks every access.
+
+use crate::imp;
+
+/// Element of a buffer: plain bits, no padding.
+pub trait Element: Copy + Send + Sync + 'static + imp::RawElement {}
+
+macro_rules! elements {
+    ($($t:ty),+) => {$(impl Element for $t {})+};
+}
+elements!(u8, u16, u32, u64, i32, f32);
+
+/// A buffer that the kernel reads.
+pub struct In<T>(pub(crate) imp::RawIn<T>);
+
+/// A buffer that the kernel writes (and may read back).
+pub struct Out<T>(pub(crate) imp::RawOut<T>);
+
+impl<T> Clone for In<T> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for In<T> {}
+impl<T> Clone for Out<T> {
+    #[inline(always)]
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for Out<T> {}
+
+impl<T: Element> In<T> {
+    /// Whether the host passed no buffer.
+    #[inline(always)]
+    pub fn is_null(self) -> bool {
+        self.0.is_null()
+    }
+
+    /// Element `index` (`ld.global`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn load(self, index: usize) -> T {
+        self.0.load(index)
+    }
+
+    /// The 16 bytes from element `index` on, which must be 16-byte aligned (`ld.global.v4.b32`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn load_v4(self, index: usize) -> [u32; 4] {
+        self.0.load_v4(index)
+    }
+
+    /// As [`In::load_v4`] for data that is read once and that no launch in flight writes
+    /// (`ld.global.nc.L1::no_allocate.v4.b32`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn stream_v4(self, index: usize) -> [u32; 4] {
+        self.0.stream_v4(index)
+    }
+}
+
+impl<T: Element> Out<T> {
+    /// Whether the host passed no buffer.
+    #[inline(always)]
+    pub fn is_null(self) -> bool {
+        self.0.is_null()
+    }
+
+    /// Element `index` (`ld.global`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn load(self, index: usize) -> T {
+        self.0.load(index)
+    }
+
+    /// Writes element `index` (`st.global`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn store(self, index: usize, value: T) {
+        self.0.store(index, value)
+    }
+
+    /// Writes 16 bytes from element `index` on, which must be 16-byte aligned (`st.global.v4.b32`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn store_v4(self, index: usize, value: [u32; 4]) {
+        self.0.store_v4(index, value)
+    }
+}
+
+impl Out<u32> {
+    /// Ors `bits` into element `index` atomically (`red.global.or.b32`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn atomic_or(self, index: usize, bits: u32) {
+        self.0.atomic_or(index, bits)
+    }
+}
