@@ -299,9 +299,9 @@ fn clean_environment(command: &mut Command) {
 }
 
 /// For a build script: builds the crate in `crate_dir` for every architecture of `archs` and writes, into `OUT_DIR`,
-/// `<arch>.ptx` for each and `ptx_modules.rs`, which defines `MODULES: &[Module]`; the including file provides
-/// `struct Module { arch: &'static str, compute: (u32, u32), ptx: &'static str }`. Tells cargo to run the script again
-/// when the crate or one of `sources` changes.
+/// `<arch>.ptx` for each and `ptx_modules.rs`, to be included, which defines
+/// `struct Module { arch: &'static str, compute: (u32, u32), ptx: &'static str }` and `MODULES: &[Module]`. Tells cargo to
+/// run the script again when the crate or one of `sources` changes.
 ///
 /// # Errors
 /// The first architecture's that fails; see [`BuildError`].
@@ -337,7 +337,18 @@ pub fn embed(crate_dir: &Path, sources: &[PathBuf], archs: &[Arch]) -> Result<()
     modules.sort_by_key(|module| module.arch);
 
     let mut table = String::from(
-        "/// The kernels, built once per architecture, oldest first.\npub const MODULES: &[Module] = &[\n",
+        "/// One build of the kernels.\n\
+         #[derive(Clone, Copy, Debug)]\n\
+         pub struct Module {\n\
+         \x20   /// Architecture, as ptxas names it.\n\
+         \x20   pub arch: &'static str,\n\
+         \x20   /// Its compute capability (major, minor).\n\
+         \x20   pub compute: (u32, u32),\n\
+         \x20   /// PTX text.\n\
+         \x20   pub ptx: &'static str,\n\
+         }\n\n\
+         /// The kernels, built once per architecture, oldest first.\n\
+         pub const MODULES: &[Module] = &[\n",
     );
     for Ptx { arch, text } in &modules {
         let file = out_dir.join(format!("{arch}.ptx"));
