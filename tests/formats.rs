@@ -410,6 +410,17 @@ fn a7_subnormal_block_scale() {
 }
 
 #[test]
+fn a_nan_block_scale_makes_its_block_nan_and_no_other() {
+    for nan in [0x7F, 0xFF] {
+        let matrix = Zeros { scales: vec![(1, nan)], ..Zeros::new(I, K, 0x96, ONE) }.build();
+        let weights = matrix.dequantize();
+        assert!(weights[16..32].iter().all(|weight| weight.to_bits() == 0x7FFF_FFFF), "{:?}", &weights[16..32]);
+        assert_eq!(weights.iter().filter(|weight| weight.is_nan()).count(), 16);
+        assert_eq!(weights[..2], [4.0, -0.5]);
+    }
+}
+
+#[test]
 fn b1_up_comes_first_in_codes_and_scales() {
     let mut parts = probe();
     parts[1] = Zeros::new(I, K, 0x09, ONE);

@@ -82,16 +82,18 @@ impl TensorStore {
         for (tensor, shard) in index.weight_map.0 {
             shards.entry(shard).or_default().push(tensor);
         }
-        let mut store = Self { path: folder.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() };
-        for (shard, tensors) in shards {
-            // The index comes from outside: a name may point to a file of this folder and nowhere else.
-            if !is_plain_file_name(&shard) {
+        // Before any is opened: the index comes from outside, and may point to files of this folder and nowhere else.
+        for (shard, tensors) in &shards {
+            if !is_plain_file_name(shard) {
                 return Err(bad(format!("the shard `{shard}` of `{}` is no plain file name", tensors[0])));
             }
-            let path = folder.join(&shard);
-            if !path.exists() {
+            if !folder.join(shard).exists() {
                 return Err(bad(format!("the shard `{shard}` with `{}` is missing", tensors[0])));
             }
+        }
+        let mut store = Self { path: folder.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() };
+        for (shard, tensors) in shards {
+            let path = folder.join(&shard);
             let number = store.files.len();
             let (file, mut infos) = TensorFile::open(&path)?;
             for tensor in tensors {
