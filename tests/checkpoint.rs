@@ -607,7 +607,7 @@ fn hostile_safetensors_files_are_errors() {
         expect_error(what, file_with(&header, 4));
     }
 
-    // Sizes that each fit, and whose sum with the header wraps around to just the size of the file.
+    // Sizes that each fit 64 bits, and whose sum with the length of the header does not.
     let quarter = (1u64 << 61) - 1;
     let entries = |last: u64| {
         let mut entries: Vec<String> = (0..8)

@@ -254,6 +254,8 @@ fn scales_of_a_wrong_length_name_the_buffer() {
         SwizzledScales::from_bytes("s13", vec![], usize::MAX, 128, 4).unwrap_err(),
         SwizzledScales::from_bytes("s13", vec![], 1, usize::MAX, 4).unwrap_err(),
         SwizzledScales::zeroed("s13", 2, usize::MAX / 256, usize::MAX / 4).unwrap_err(),
+        SwizzledScales::zeroed("s13", 1, 1 << 61, 4).unwrap_err(),
+        SwizzledScales::zeroed("s13", 1, 1 << 58, 4).unwrap_err(),
         LinearScales::new("s13", usize::MAX, 2, vec![]).unwrap_err(),
         SwizzledScales::swizzle("s13", &[]).unwrap_err(),
     ] {

@@ -259,8 +259,8 @@ const HEADER_START: usize = 8;
 
 /// Checks every data offset against the file, and that no name comes twice.
 ///
-/// The `safetensors` crate validates the rest, but it adds offsets without looking for overflow (which panics, or in
-/// release builds accepts offsets far beyond the file), and keeps the last of two tensors with one name.
+/// The `safetensors` crate validates the rest, but it adds the end of the data to the header's length, which panics
+/// where overflow is checked, and it keeps the last of two tensors with one name.
 fn check_header(bytes: &[u8]) -> std::result::Result<(), String> {
     let too_short = || format!("{} bytes are too few for the header", bytes.len());
     let (length, rest) = bytes.split_first_chunk::<HEADER_START>().ok_or_else(too_short)?;
