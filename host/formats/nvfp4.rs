@@ -220,7 +220,7 @@ pub struct Nvfp4Buffers {
     pub w2: Vec<u8>,
     /// Block scales of w2: H rows, I/16 columns.
     pub s2: SwizzledScales,
-    /// Global scales of w2 as multipliers, [E].
+    /// Global scales of w2 as multipliers, `[E]`.
     pub alpha2: Vec<f32>,
 }
 
@@ -331,7 +331,7 @@ impl Nvfp4Experts {
         &self.buffers.s2
     }
 
-    /// Global scales of w2 as multipliers, [E].
+    /// Global scales of w2 as multipliers, `[E]`.
     pub fn alpha2(&self) -> &[f32] {
         &self.buffers.alpha2
     }
