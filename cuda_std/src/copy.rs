@@ -16,13 +16,7 @@ pub fn async16<D: Element, S: Element>(to: Shared<D>, to_index: u32, from: In<S>
 /// As [`async16`], but only the first `bytes` (0 to 16) are read and the rest is filled with zeros.
 #[inline(always)]
 #[track_caller]
-pub fn async16_zfill<D: Element, S: Element>(
-    to: Shared<D>,
-    to_index: u32,
-    from: In<S>,
-    from_index: usize,
-    bytes: u32,
-) {
+pub fn async16_zfill<D: Element, S: Element>(to: Shared<D>, to_index: u32, from: In<S>, from_index: usize, bytes: u32) {
     imp::cp_async16(to.byte(to_index), from.0, from_index, bytes)
 }
 

@@ -96,6 +96,7 @@ mod host {
                 ///
                 /// # Safety
                 /// The memory must belong to the device that the kernel is launched on and live as long as the launch.
+                /// While it runs, nobody else may write what the launch reads, or access what it writes.
                 pub const unsafe fn new(address: u64, len: usize) -> Self {
                     $name { address, len, buffer: PhantomData }
                 }
@@ -257,88 +258,97 @@ mod host {
 macro_rules! kernels {
     (
         $(#[$doc:meta])*
-        pub mod $family:ident($($(#[$arg_doc:meta])* $arg:ident: $ty:ty),+ $(,)?);
+        pub mod $family:ident $params:tt;
         $($name:ident[$threads:expr, $min_blocks:expr] = |$arch:ident| $body:expr;)+
     ) => {
         $(#[$doc])*
-        #[cfg(target_arch = "nvptx64")]
-        #[allow(non_upper_case_globals, missing_docs, improper_ctypes_definitions)]
-        pub mod $family {
-            use super::*;
-            $(
-                const _: () = {
-                    #[used]
-                    #[unsafe(export_name = concat!("BOUNDS_", stringify!($name)))]
-                    pub static BOUNDS: [u32; 2] = [$threads, $min_blocks];
-                };
-
-                /// # Safety
-                /// Buffers as long as the family's contract says.
-                #[unsafe(no_mangle)]
-                pub unsafe extern "ptx-kernel" fn $name($($arg: <$ty as $crate::kernel::Param>::Abi),+) {
-                    #[allow(dead_code)]
-                    type $arch = $crate::arch::Target;
-                    // SAFETY: the launcher checked every buffer against the family's contract.
-                    unsafe { ($body)($(<$ty as $crate::kernel::Param>::from_abi($arg)),+) }
-                }
-            )+
-        }
-
-        $(#[$doc])*
-        #[cfg(not(target_arch = "nvptx64"))]
         #[allow(non_upper_case_globals)]
         pub mod $family {
             use super::*;
-
-            /// What the host passes.
-            #[derive(Clone, Copy, Debug)]
-            pub struct Args<'a> {
-                $($(#[$arg_doc])* pub $arg: <$ty as $crate::kernel::Param>::Host<'a>,)+
-                #[doc(hidden)]
-                pub lifetime: core::marker::PhantomData<&'a ()>,
-            }
-
-            /// The family of these kernels.
-            #[derive(Clone, Copy, Debug)]
-            pub struct Family;
-
-            impl $crate::kernel::Family for Family {
-                type Args<'a> = Args<'a>;
-                const NAME: &'static str = stringify!($family);
-                fn pack(args: Args<'_>) -> $crate::kernel::PackedArgs {
-                    $crate::kernel::PackedArgs::new([$(<$ty as $crate::kernel::Param>::pack(args.$arg)),+])
-                }
-            }
-
-            $(
-                /// One kernel of the family.
-                pub const $name: $crate::kernel::Kernel<Family> = $crate::kernel::Kernel {
-                    name: stringify!($name),
-                    threads: $threads,
-                    min_blocks: $min_blocks,
-                    emulate: |launch, packed| {
-                        let mut next = packed.iter().copied();
-                        $(let $arg = <$ty as $crate::kernel::Param>::unpack(
-                            next.next().expect("as many as declared"), launch)?;)+
-                        macro_rules! on {
-                            ($id:ident) => {{
-                                #[allow(dead_code)]
-                                type $arch = $crate::arch::$id;
-                                $crate::emu::run(launch, stringify!($name), &move || ($body)($($arg),+))
-                            }};
-                        }
-                        match launch.arch {
-                            $crate::arch::ArchId::Sm80 => on!(Sm80),
-                            $crate::arch::ArchId::Sm90 => on!(Sm90),
-                            $crate::arch::ArchId::Sm100 => on!(Sm100),
-                        }
-                    },
-                    family: core::marker::PhantomData,
-                };
-            )+
+            $crate::kernels!(@family $family $params);
+            $($crate::kernels!(@kernel $name [$threads, $min_blocks] $arch ($body) $params);)+
 
             /// Every kernel of the family.
+            #[cfg(not(target_arch = "nvptx64"))]
             pub const KERNELS: &[$crate::kernel::Kernel<Family>] = &[$($name),+];
         }
+    };
+    (@family $family:ident ($($(#[$doc:meta])* $arg:ident: $ty:ty),+ $(,)?)) => {
+        /// What the host passes.
+        #[cfg(not(target_arch = "nvptx64"))]
+        #[derive(Clone, Copy, Debug)]
+        pub struct Args<'a> {
+            $($(#[$doc])* pub $arg: <$ty as $crate::kernel::Param>::Host<'a>,)+
+        }
+
+        /// The family of these kernels.
+        #[cfg(not(target_arch = "nvptx64"))]
+        #[derive(Clone, Copy, Debug)]
+        pub struct Family;
+
+        #[cfg(not(target_arch = "nvptx64"))]
+        impl $crate::kernel::Family for Family {
+            type Args<'a> = Args<'a>;
+            const NAME: &'static str = stringify!($family);
+            fn pack(args: Args<'_>) -> $crate::kernel::PackedArgs {
+                $crate::kernel::PackedArgs::new([$(<$ty as $crate::kernel::Param>::pack(args.$arg)),+])
+            }
+        }
+    };
+    (@kernel $name:ident [$threads:expr, $min_blocks:expr] $arch:ident ($body:expr)
+        ($($(#[$doc:meta])* $arg:ident: $ty:ty),+ $(,)?)) => {
+        /// Launch bounds, which the build moves into the entry point's directives.
+        #[cfg(target_arch = "nvptx64")]
+        const _: () = {
+            #[used]
+            #[unsafe(export_name = concat!("BOUNDS_", stringify!($name)))]
+            pub static BOUNDS: [u32; 2] = [$threads, $min_blocks];
+        };
+
+        /// The entry point.
+        ///
+        /// # Safety
+        /// Buffers as long as the family's contract says.
+        #[cfg(target_arch = "nvptx64")]
+        #[unsafe(no_mangle)]
+        #[allow(improper_ctypes_definitions)]
+        pub unsafe extern "ptx-kernel" fn $name($($arg: <$ty as $crate::kernel::Param>::Abi),+) {
+            #[allow(dead_code)]
+            type $arch = $crate::arch::Target;
+            // SAFETY: the launcher checked every buffer against the family's contract.
+            unsafe { ($body)($(<$ty as $crate::kernel::Param>::from_abi($arg)),+) }
+        }
+
+        /// One kernel of the family.
+        #[cfg(not(target_arch = "nvptx64"))]
+        pub const $name: $crate::kernel::Kernel<Family> = $crate::kernel::Kernel {
+            name: stringify!($name),
+            threads: $threads,
+            min_blocks: $min_blocks,
+            emulate: |launch, packed| {
+                let mut next = packed.iter().copied();
+                $(let $arg = <$ty as $crate::kernel::Param>::unpack(
+                    next.next().expect("as many as declared"), launch)
+                    .map_err(|fault| fault.of_kernel(stringify!($name)))?;)+
+                match launch.arch {
+                    $crate::arch::ArchId::Sm80 => {
+                        #[allow(dead_code)]
+                        type $arch = $crate::arch::Sm80;
+                        $crate::emu::run(launch, packed, stringify!($name), &move || ($body)($($arg),+))
+                    }
+                    $crate::arch::ArchId::Sm90 => {
+                        #[allow(dead_code)]
+                        type $arch = $crate::arch::Sm90;
+                        $crate::emu::run(launch, packed, stringify!($name), &move || ($body)($($arg),+))
+                    }
+                    $crate::arch::ArchId::Sm100 => {
+                        #[allow(dead_code)]
+                        type $arch = $crate::arch::Sm100;
+                        $crate::emu::run(launch, packed, stringify!($name), &move || ($body)($($arg),+))
+                    }
+                }
+            },
+            family: core::marker::PhantomData,
+        };
     };
 }

@@ -24,7 +24,7 @@
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(
     target_arch = "nvptx64",
-    feature(abi_ptx, asm_experimental_arch, link_llvm_intrinsics, abi_unadjusted),
+    feature(asm_experimental_arch, link_llvm_intrinsics, abi_unadjusted),
     allow(internal_features)
 )]
 

@@ -1,4 +1,40 @@
-//! The kernels of megamoe.
-#![cfg_attr(target_arch = "nvptx64", no_std)]
+//! The kernels of megamoe: one file an operation.
+//!
+//! | file | operation | kernels |
+//! |---|---|---|
+//! | [`route_prep`] | routing table from top-k ids, activations into tensor-core order | one per pair of input and activation type |
+//! | [`fc1`] | gate and up projections with SwiGLU | activation x K split |
+//! | [`fc2`] | down projection, one row of partial results a pair | activation x warps a block |
+//! | [`combine`] | sum over a token's experts | one |
+//!
+//! Shared pieces: [`stream`] moves weight tiles through shared memory, [`tensor`] is the inner loop, [`dequant`] turns codes and scales into mma operands,
+//! [`schedule`] deals out the work, [`layout`] holds the index formulas.
+#![cfg_attr(target_arch = "nvptx64", no_std, feature(abi_ptx, asm_experimental_arch))]
 
+pub mod combine;
+pub mod dequant;
+pub mod fc1;
+pub mod fc2;
 pub mod layout;
+pub mod route_prep;
+pub mod schedule;
+pub mod stream;
+pub mod tensor;
+
+#[cfg(target_arch = "nvptx64")]
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo) -> ! {
+    // SAFETY: stops the kernel with an error that the host sees; there is nobody to report a message to.
+    unsafe {
+        core::arch::asm!("trap;");
+        core::hint::unreachable_unchecked()
+    }
+}
+
+/// Bits of the status word. Kernels set them, the host reads and clears them.
+pub mod status {
+    /// An expert id at or above the number of experts was seen (its pair was skipped).
+    pub const BAD_EXPERT_ID: u32 = 1;
+    /// A finite value became infinite in f16.
+    pub const F16_RANGE: u32 = 2;
+}

@@ -299,9 +299,7 @@ impl RawOut<u32> {
     #[inline(always)]
     pub fn atomic_or(self, index: usize, bits: u32) {
         // SAFETY: as above.
-        unsafe {
-            asm!("red.global.or.b32 [{}], {};", in(reg64) self.0.add(index), in(reg32) bits, options(nostack))
-        };
+        unsafe { asm!("red.global.or.b32 [{}], {};", in(reg64) self.0.add(index), in(reg32) bits, options(nostack)) };
     }
 }
 

@@ -1,0 +1,468 @@
+//! The SIMT emulator.
+
+mod block;
+mod convert;
+mod device;
+mod fault;
+mod launch;
+mod shadow;
+mod tensor;
+
+pub use convert::{
+    e2m1x2_to_f16x2, e4m3x2_to_f16x2, f16_to_f32, f32_to_bf16, f32_to_f16, f32x2_to_bf16x2, f32x2_to_e4m3x2, fma,
+    max_nan, min_nan, mul_bf16x2, mul_f16x2, permute_bytes,
+};
+pub use device::{Allocation, Device, MemoryError};
+pub use fault::{Fault, FaultKind, Party, Report, Source};
+pub use launch::{Launch, run};
+
+use block::{At, Block, Meet, meet, operation};
+use device::Storage;
+use std::marker::PhantomData;
+use std::panic::Location;
+
+/// Index of the running thread in its block.
+#[inline]
+#[track_caller]
+pub fn thread_idx() -> u32 {
+    block::current().current
+}
+
+/// Threads of a block.
+#[inline]
+#[track_caller]
+pub fn block_dim() -> u32 {
+    block::current().threads
+}
+
+/// Index of the running block.
+#[inline]
+#[track_caller]
+pub fn block_idx() -> u32 {
+    block::current().index
+}
+
+/// Blocks of the grid.
+#[inline]
+#[track_caller]
+pub fn grid_dim() -> u32 {
+    block::current().grid
+}
+
+/// Barrier of the block.
+#[track_caller]
+pub fn sync_threads() {
+    meet(Meet::SyncThreads, Location::caller(), &[]);
+}
+
+/// Barrier `id` of `threads` threads.
+#[track_caller]
+pub fn sync_named(id: u32, threads: u32) {
+    let at = Location::caller();
+    let block = block::current();
+    if !(1..16).contains(&id) || threads == 0 || !threads.is_multiple_of(32) || threads > block.threads {
+        let message = format!("sync_named({id}, {threads}): ids are 1 to 15, threads whole warps of {}", block.threads);
+        block.raise(FaultKind::InvalidArgument, at, None, message);
+    }
+    meet(Meet::SyncNamed { id, threads }, at, &[]);
+}
+
+/// Barrier of the warp.
+#[track_caller]
+pub fn sync_warp() {
+    meet(Meet::SyncWarp, Location::caller(), &[]);
+}
+
+/// The convergence guard: lanes meet, but memory is not ordered.
+#[track_caller]
+pub fn converge() {
+    meet(Meet::Converge, Location::caller(), &[]);
+}
+
+macro_rules! warp_operations {
+    ($($(#[$doc:meta])* $name:ident($($arg:ident),+) = $meet:ident;)+) => {$(
+        $(#[$doc])*
+        #[track_caller]
+        pub fn $name($($arg: u32),+) -> u32 {
+            meet(Meet::$meet, Location::caller(), &[$($arg),+])[0]
+        }
+    )+};
+}
+warp_operations! {
+    /// The value of lane `lane` mod 32.
+    shfl_idx(value, lane) = ShflIdx;
+    /// The value of this lane xor `mask`.
+    shfl_bfly(value, mask) = ShflBfly;
+    /// The value of this lane plus `delta`, or the own.
+    shfl_down(value, delta) = ShflDown;
+    /// The value of this lane minus `delta`, or the own.
+    shfl_up(value, delta) = ShflUp;
+    /// The lanes that hold the same value.
+    match_any(value) = MatchAny;
+    /// Sum over the warp.
+    redux_add(value) = ReduxAdd;
+    /// Largest value of the warp.
+    redux_max(value) = ReduxMax;
+    /// Smallest value of the warp.
+    redux_min(value) = ReduxMin;
+}
+
+/// The lanes whose predicate holds.
+#[track_caller]
+pub fn ballot(predicate: bool) -> u32 {
+    meet(Meet::Ballot, Location::caller(), &[u32::from(predicate)])[0]
+}
+
+/// Four 8x8 matrices from shared memory.
+#[track_caller]
+pub fn ldmatrix_x4(offset: u32) -> [u32; 4] {
+    let at = Location::caller();
+    block::current().check_shared(offset, 16, at);
+    meet(Meet::Ldmatrix, at, &[offset])
+}
+
+macro_rules! mma {
+    ($($(#[$doc:meta])* $name:ident = $meet:ident;)+) => {$(
+        $(#[$doc])*
+        #[track_caller]
+        pub fn $name(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
+            let [c0, c1, c2, c3] = c.map(f32::to_bits);
+            let input = [a[0], a[1], a[2], a[3], b[0], b[1], c0, c1, c2, c3];
+            meet(Meet::$meet, Location::caller(), &input).map(f32::from_bits)
+        }
+    )+};
+}
+mma! {
+    /// D = A·B + C, bf16 operands.
+    mma_m16n8k16_bf16 = MmaBf16;
+    /// D = A·B + C, f16 operands.
+    mma_m16n8k16_f16 = MmaF16;
+}
+
+/// Elements that can cross between registers and memory.
+pub trait RawElement: Copy {
+    #[doc(hidden)]
+    fn from_bytes(bytes: &[u8]) -> Self;
+    #[doc(hidden)]
+    fn read(access: impl Access) -> Self;
+    #[doc(hidden)]
+    fn write(self, access: impl Access);
+}
+
+/// One access, of a size that its element chooses.
+#[doc(hidden)]
+pub trait Access {
+    fn read<const N: usize>(self) -> [u8; N];
+    fn write<const N: usize>(self, value: [u8; N]);
+}
+
+macro_rules! elements {
+    ($($t:ty, $stored:expr;)+) => {$(
+        impl RawElement for $t {
+            fn from_bytes(bytes: &[u8]) -> Self {
+                Self::from_le_bytes(bytes.try_into().expect("an element's bytes"))
+            }
+            #[inline(always)]
+            fn read(access: impl Access) -> Self {
+                Self::from_le_bytes(access.read())
+            }
+            #[inline(always)]
+            fn write(self, access: impl Access) {
+                access.write(($stored)(self).to_le_bytes())
+            }
+        }
+    )+};
+}
+elements! {
+    u8, |value| value;
+    u16, |value| value;
+    u32, |value| value;
+    u64, |value| value;
+    i32, |value| value;
+    // Instructions give one NaN; the host's give several.
+    f32, |value: f32| if value.is_nan() { f32::from_bits(convert::NAN) } else { value };
+}
+
+/// Checks that `elements` elements from `index` on are inside a view of `len`.
+#[inline]
+#[track_caller]
+pub fn check_view(index: u32, elements: u32, len: u32) {
+    if u64::from(index) + u64::from(elements) > u64::from(len) {
+        let message = format!("element {index} and the {elements} from it on, in a view of {len} elements");
+        block::current().raise(FaultKind::OutOfBounds, Location::caller(), None, message);
+    }
+}
+
+struct SharedAccess {
+    offset: u32,
+    at: At,
+}
+
+impl Access for SharedAccess {
+    #[inline(always)]
+    fn read<const N: usize>(self) -> [u8; N] {
+        operation(self.at).load_shared(self.offset, self.at)
+    }
+    #[inline(always)]
+    fn write<const N: usize>(self, value: [u8; N]) {
+        operation(self.at).store_shared(self.offset, value, self.at);
+    }
+}
+
+/// Loads an element of shared memory.
+#[inline]
+#[track_caller]
+pub fn load_shared<T: RawElement>(offset: u32) -> T {
+    T::read(SharedAccess { offset, at: Location::caller() })
+}
+
+/// Stores an element of shared memory.
+#[inline]
+#[track_caller]
+pub fn store_shared<T: RawElement>(offset: u32, value: T) {
+    value.write(SharedAccess { offset, at: Location::caller() });
+}
+
+/// Loads 16 bytes of shared memory.
+#[inline]
+#[track_caller]
+pub fn load_shared_v4(offset: u32) -> [u32; 4] {
+    words(SharedAccess { offset, at: Location::caller() }.read())
+}
+
+/// Stores 16 bytes of shared memory.
+#[inline]
+#[track_caller]
+pub fn store_shared_v4(offset: u32, value: [u32; 4]) {
+    SharedAccess { offset, at: Location::caller() }.write(bytes(value));
+}
+
+fn words(bytes: [u8; 16]) -> [u32; 4] {
+    std::array::from_fn(|i| u32::from_le_bytes([bytes[4 * i], bytes[4 * i + 1], bytes[4 * i + 2], bytes[4 * i + 3]]))
+}
+
+fn bytes(words: [u32; 4]) -> [u8; 16] {
+    std::array::from_fn(|i| words[i / 4].to_le_bytes()[i % 4])
+}
+
+/// A range of an allocation, as a kernel argument.
+#[derive(Clone, Copy)]
+struct Buffer {
+    /// Null for no buffer.
+    storage: *const Storage,
+    offset: usize,
+    bytes: usize,
+    /// All of it was written before the launch.
+    initialised: bool,
+}
+
+// SAFETY: a shared reference to a `Storage`, which is `Sync`; `DeviceRef::new` and `DeviceMut::new` have their caller
+// promise that it outlives the launch.
+unsafe impl Send for Buffer {}
+// SAFETY: as above.
+unsafe impl Sync for Buffer {}
+
+impl Buffer {
+    fn storage(&self) -> Option<&Storage> {
+        // SAFETY: null, or alive while the launch runs (see `Sync`).
+        unsafe { self.storage.as_ref() }
+    }
+
+    /// The allocation, and the offset in it of `len` bytes at element `index` of `size` bytes.
+    #[inline]
+    fn locate(&self, block: &mut Block, index: usize, size: usize, len: usize, at: At) -> (&Storage, usize) {
+        let elements = self.bytes / size;
+        let Some(storage) = self.storage().filter(|_| index < elements && self.bytes - index * size >= len) else {
+            self.outside(block, index, size, len, at)
+        };
+        let offset = self.offset + index * size;
+        if !offset.is_multiple_of(len) {
+            let address = storage.address + offset as u64;
+            let message = format!("{len} bytes at element {index}, device address {address:#x}");
+            block.raise(FaultKind::Misaligned, at, None, message);
+        }
+        (storage, offset)
+    }
+
+    #[cold]
+    fn outside(&self, block: &mut Block, index: usize, size: usize, len: usize, at: At) -> ! {
+        let message = if self.storage.is_null() {
+            format!("element {index} of a buffer that was not passed")
+        } else {
+            format!("{len} bytes at element {index} of a buffer of {} elements", self.bytes / size)
+        };
+        block.raise(FaultKind::OutOfBounds, at, None, message)
+    }
+}
+
+struct GlobalAccess<'a> {
+    buffer: &'a Buffer,
+    index: usize,
+    size: usize,
+    at: At,
+}
+
+impl Access for GlobalAccess<'_> {
+    #[inline(always)]
+    fn read<const N: usize>(self) -> [u8; N] {
+        let block = operation(self.at);
+        let (storage, offset) = self.buffer.locate(block, self.index, self.size, N, self.at);
+        // SAFETY: inside the allocation.
+        unsafe { storage.base().add(offset).cast::<[u8; N]>().read() }
+    }
+    #[inline(always)]
+    fn write<const N: usize>(self, value: [u8; N]) {
+        let block = operation(self.at);
+        let (storage, offset) = self.buffer.locate(block, self.index, self.size, N, self.at);
+        let _page = storage.page(offset);
+        storage.set_written(offset, N);
+        // SAFETY: inside the allocation, and under the page's lock.
+        unsafe { storage.base().add(offset).cast::<[u8; N]>().write(value) };
+    }
+}
+
+/// A buffer that a kernel reads.
+pub struct RawIn<T> {
+    buffer: Buffer,
+    element: PhantomData<fn() -> T>,
+}
+
+/// A buffer that a kernel writes.
+pub struct RawOut<T> {
+    buffer: Buffer,
+    element: PhantomData<fn(T) -> T>,
+}
+
+impl<T> Clone for RawIn<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for RawIn<T> {}
+impl<T> Clone for RawOut<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for RawOut<T> {}
+
+macro_rules! loads {
+    ($name:ident) => {
+        /// Whether no buffer was passed.
+        pub fn is_null(self) -> bool {
+            self.buffer.storage.is_null()
+        }
+
+        /// Element `index`.
+        #[inline]
+        #[track_caller]
+        pub fn load(self, index: usize) -> T {
+            T::read(self.access(index, Location::caller()))
+        }
+
+        fn access(&self, index: usize, at: At) -> GlobalAccess<'_> {
+            GlobalAccess { buffer: &self.buffer, index, size: size_of::<T>(), at }
+        }
+    };
+}
+
+impl<T: RawElement> RawIn<T> {
+    loads!(RawIn);
+
+    /// 16 bytes at element `index`.
+    #[inline]
+    #[track_caller]
+    pub fn load_v4(self, index: usize) -> [u32; 4] {
+        words(self.access(index, Location::caller()).read())
+    }
+
+    /// 16 bytes at element `index`, which nobody writes during the launch.
+    #[inline]
+    #[track_caller]
+    pub fn stream_v4(self, index: usize) -> [u32; 4] {
+        self.load_v4(index)
+    }
+}
+
+impl<T: RawElement> RawOut<T> {
+    loads!(RawOut);
+
+    /// Writes element `index`.
+    #[inline]
+    #[track_caller]
+    pub fn store(self, index: usize, value: T) {
+        value.write(self.access(index, Location::caller()));
+    }
+
+    /// Writes 16 bytes at element `index`.
+    #[inline]
+    #[track_caller]
+    pub fn store_v4(self, index: usize, value: [u32; 4]) {
+        self.access(index, Location::caller()).write(bytes(value));
+    }
+}
+
+impl RawOut<u32> {
+    /// Ors bits into element `index` atomically.
+    #[track_caller]
+    pub fn atomic_or(self, index: usize, bits: u32) {
+        let at = Location::caller();
+        let block = operation(at);
+        let (storage, offset) = self.buffer.locate(block, index, 4, 4, at);
+        let _page = storage.page(offset);
+        // SAFETY: inside the allocation, and under the page's lock.
+        unsafe { *storage.base().add(offset).cast::<u32>() |= bits };
+    }
+}
+
+fn cp_async<T>(to: u32, size: u32, from: RawIn<T>, index: usize, bytes: u32, at: At) {
+    let block = operation(at);
+    if bytes > size {
+        let message = format!("an asynchronous copy of {bytes} of {size} bytes");
+        block.raise(FaultKind::InvalidArgument, at, None, message);
+    }
+    let element = size_of::<T>();
+    let mut source: *const u8 = std::ptr::null();
+    if bytes > 0 {
+        let elements = from.buffer.bytes / element;
+        let inside = index < elements && from.buffer.bytes - index * element >= bytes as usize;
+        let Some(storage) = from.buffer.storage().filter(|_| inside) else {
+            from.buffer.outside(block, index, element, bytes as usize, at)
+        };
+        let offset = from.buffer.offset + index * element;
+        if !offset.is_multiple_of(size as usize) {
+            let message = format!("an asynchronous copy of {size} bytes from element {index}");
+            block.raise(FaultKind::Misaligned, at, None, message);
+        }
+        // SAFETY: inside the allocation.
+        source = unsafe { storage.base().add(offset) };
+    }
+    block.copy(to, size, source, bytes, at);
+}
+
+macro_rules! copies {
+    ($($name:ident, $size:literal;)+) => {$(
+        /// Issues an asynchronous copy of `bytes` bytes, filled up with zeros.
+        #[track_caller]
+        pub fn $name<T>(to: u32, from: RawIn<T>, index: usize, bytes: u32) {
+            cp_async(to, $size, from, index, bytes, Location::caller());
+        }
+    )+};
+}
+copies! {
+    cp_async16, 16;
+    cp_async8, 8;
+    cp_async4, 4;
+}
+
+/// Closes a group of asynchronous copies.
+#[track_caller]
+pub fn cp_async_commit() {
+    operation(Location::caller()).commit();
+}
+
+/// Waits until at most `PENDING` groups are in flight.
+#[track_caller]
+pub fn cp_async_wait<const PENDING: u32>() {
+    operation(Location::caller()).wait(PENDING);
+}

@@ -1,0 +1,4 @@
+//! Who accessed what.
+
+/// Shadow of one page of a written buffer.
+pub(super) struct Page;

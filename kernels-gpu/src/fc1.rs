@@ -1,0 +1,226 @@
+//! Gate and up projections with SwiGLU: h = silu(min(alpha·gate, limit)) · clamp(alpha·up, ±limit).
+//!
+//! A unit of work is one entry (up to eight pairs of one expert) times eight intermediate columns: a tile of eight rows of up and
+//! the same eight rows of gate, so that both halves of an output sit in one lane. The `SPLIT` warps of a block share a unit along
+//! k: warp i takes the 256-k segments floor(i·n/SPLIT) to floor((i+1)·n/SPLIT) of n. The partial sums are added in the order
+//! ((p0 + p1) + p2) + … . Blocks are persistent: block b takes units b, b + grid, … .
+
+use crate::dequant::Activation;
+use crate::layout::permute::{position, row_stride};
+use crate::layout::tile::tile_row;
+use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS};
+use crate::schedule::{Schedule, Unit};
+use crate::status;
+use crate::stream::{ROWS, Ring, SEGMENT, Weights};
+use crate::tensor::{columns, multiply};
+use cuda_std::arch::Arch;
+use cuda_std::kernels;
+use cuda_std::math::{exp, max_nan, min_nan};
+use cuda_std::memory::{In, Out};
+use cuda_std::mma::{Bf16, F16};
+use cuda_std::shared::Shared;
+use cuda_std::sync;
+use cuda_std::thread::{block_idx, grid_dim, lane, warp};
+
+/// Stages of a warp's ring.
+pub const STAGES: u32 = 3;
+/// Intermediate columns of a unit.
+pub const UNIT_COLUMNS: u32 = ROWS / 2;
+/// Warps that a multiprocessor holds.
+const WARPS_PER_SM: u32 = 16;
+
+/// Bytes of shared memory of a block: the rings, and two sets of partial sums.
+pub const fn shared_bytes(split: u32) -> u32 {
+    split * Ring::<STAGES>::BYTES + 2 * split * PARTIAL_BYTES
+}
+
+/// A warp's partial sums: 16 rows by 8 columns of f32.
+const PARTIAL_BYTES: u32 = 32 * 16;
+
+kernels! {
+    /// First projection and activation function.
+    pub mod fc1(
+        /// `[1]` number of entries.
+        entry_count: In<u32>,
+        /// [entries, 4] expert, pairs, alpha of up, alpha of gate.
+        entries: In<u32>,
+        /// [entries, 8] pair of each slot.
+        slot_pairs: In<i32>,
+        /// [entries, 8] token of each slot.
+        slot_tokens: In<u32>,
+        /// [M, row_stride(hidden)] activations in tensor-core order.
+        x: In<u16>,
+        /// [E, 2·intermediate, hidden/2] codes: up rows, then gate rows.
+        w13: In<u8>,
+        /// [E, …] swizzled scales of w13.
+        s13: In<u8>,
+        /// [M·top_k, row_stride(intermediate)] result in tensor-core order.
+        h: Out<u16>,
+        /// `[1]` status bits.
+        status: Out<u32>,
+        /// Hidden size K.
+        hidden: u32,
+        /// Intermediate size I.
+        intermediate: u32,
+        /// SwiGLU clamp; infinite for none.
+        limit: f32,
+    );
+    fc1_seed_bf16_split1[32, WARPS_PER_SM] = |A| body::<Bf16, A, 1>;
+    fc1_seed_bf16_split2[64, WARPS_PER_SM / 2] = |A| body::<Bf16, A, 2>;
+    fc1_seed_bf16_split4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, A, 4>;
+    fc1_seed_bf16_split8[256, WARPS_PER_SM / 8] = |A| body::<Bf16, A, 8>;
+    fc1_seed_f16_split1[32, WARPS_PER_SM] = |A| body::<F16, A, 1>;
+    fc1_seed_f16_split2[64, WARPS_PER_SM / 2] = |A| body::<F16, A, 2>;
+    fc1_seed_f16_split4[128, WARPS_PER_SM / 4] = |A| body::<F16, A, 4>;
+    fc1_seed_f16_split8[256, WARPS_PER_SM / 8] = |A| body::<F16, A, 8>;
+}
+
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+fn body<T: Activation, A: Arch, const SPLIT: u32>(
+    entry_count: In<u32>,
+    entries: In<u32>,
+    slot_pairs: In<i32>,
+    slot_tokens: In<u32>,
+    x: In<u16>,
+    w13: In<u8>,
+    s13: In<u8>,
+    h: Out<u16>,
+    status: Out<u32>,
+    hidden: u32,
+    intermediate: u32,
+    limit: f32,
+) {
+    let weights = Weights { codes: w13, scales: s13, rows: 2 * intermediate, k: hidden };
+    let segments = hidden.div_ceil(SEGMENT);
+    let begin = warp() * segments / SPLIT;
+    let end = (warp() + 1) * segments / SPLIT;
+
+    let (schedule, first) = Schedule::new(entry_count, intermediate / UNIT_COLUMNS, grid_dim(), block_idx());
+    let expert_of = |unit: Unit| entries.load((unit.entry * RECORD_WORDS) as usize);
+    let row_of = |unit: Unit, r: u32| {
+        let column = tile_row(unit.tile, r % UNIT_COLUMNS, UNIT_COLUMNS, intermediate);
+        if r < UNIT_COLUMNS { column } else { intermediate + column }
+    };
+
+    // The copying side runs STAGES steps ahead of the computing side, across units.
+    let mut ring = Ring::<STAGES>::new(weights, warp() * Ring::<STAGES>::BYTES);
+    let mut ahead = Ahead { unit: first, segment: begin, expert: 0 };
+    if begin < end && schedule.has(first) {
+        ahead.expert = expert_of(first);
+    }
+    macro_rules! copy_next {
+        () => {
+            if begin < end && schedule.has(ahead.unit) {
+                if ahead.segment == begin {
+                    ring.seek(ahead.expert, begin, |r| row_of(ahead.unit, r));
+                    // The expert of the unit after it, so that its load is over when it is needed.
+                    let after = schedule.next(ahead.unit);
+                    if schedule.has(after) {
+                        ahead.expert = expert_of(after);
+                    }
+                }
+                ring.copy();
+                ahead.segment += 1;
+                if ahead.segment == end {
+                    ahead.unit = schedule.next(ahead.unit);
+                    ahead.segment = begin;
+                }
+            } else {
+                ring.skip();
+            }
+        };
+    }
+    let mut stage = 0;
+    while stage < STAGES {
+        copy_next!();
+        stage += 1;
+    }
+
+    let (g, t) = (lane() / 4, lane() % 4);
+    let stride = row_stride(hidden as usize);
+    let token_of = |unit: Unit| slot_tokens.load((unit.entry * ENTRY_SLOTS + g) as usize) as usize;
+    let mut unit = first;
+    let mut token = if schedule.has(unit) { token_of(unit) } else { 0 };
+    let mut turn = 0;
+    let mut overflow = false;
+    while schedule.has(unit) {
+        let next = schedule.next(unit);
+        let row = token * stride + t as usize * 32;
+        if schedule.has(next) {
+            token = token_of(next);
+        }
+        let mut sum = [0.0; 4];
+        let mut segment = begin;
+        while segment < end {
+            let at = row + (segment * SEGMENT) as usize;
+            // The second chunk of the last segment may be past the padded row.
+            let second = ((segment * SEGMENT + SEGMENT / 2) as usize) < stride;
+            let x0 = columns(x, at);
+            let x1 = if second { columns(x, at + SEGMENT as usize / 2) } else { [[0; 4]; 4] };
+            let stage = ring.take::<{ STAGES - 1 }>();
+            copy_next!();
+            sum = multiply::<T, A>(stage.codes[0], stage.scales[0], x0, sum);
+            sum = multiply::<T, A>(stage.codes[1], stage.scales[1], x1, sum);
+            segment += 1;
+        }
+
+        // Two sets of partial sums and a reducing warp that moves on: one barrier a unit.
+        let partials = Shared::<f32>::at(
+            SPLIT * Ring::<STAGES>::BYTES + turn % 2 * SPLIT * PARTIAL_BYTES,
+            SPLIT * PARTIAL_BYTES / 4,
+        );
+        if SPLIT > 1 {
+            partials.store_v4((warp() * 32 + lane()) * 4, sum.map(f32::to_bits));
+            sync::sync_threads();
+        }
+        if warp() == turn % SPLIT {
+            if SPLIT > 1 {
+                sum = partials.load_v4(lane() * 4).map(f32::from_bits);
+                let mut w = 1;
+                while w < SPLIT {
+                    let p = partials.load_v4((w * 32 + lane()) * 4).map(f32::from_bits);
+                    sum = [sum[0] + p[0], sum[1] + p[1], sum[2] + p[2], sum[3] + p[3]];
+                    w += 1;
+                }
+            }
+            let entry = unit.entry;
+            let [_, count, up, gate] = entries.load_v4((entry * RECORD_WORDS) as usize);
+            let column = position(row_of(unit, g) as usize);
+            macro_rules! finish {
+                ($up:expr, $gate:expr, $slot:expr) => {
+                    if $slot < count {
+                        let pair = slot_pairs.load((entry * ENTRY_SLOTS + $slot) as usize) as usize;
+                        let value = swiglu(f32::from_bits(up) * $up, f32::from_bits(gate) * $gate, limit);
+                        let bits = T::round(value);
+                        overflow |= !T::BF16 && value.abs() < f32::INFINITY && bits & 0x7FFF == 0x7C00;
+                        h.store(pair * row_stride(intermediate as usize) + column, bits);
+                    }
+                };
+            }
+            finish!(sum[0], sum[2], 2 * t);
+            finish!(sum[1], sum[3], 2 * t + 1);
+        }
+        turn += 1;
+        unit = next;
+    }
+    if overflow {
+        status.atomic_or(0, status::F16_RANGE);
+    }
+}
+
+/// Where the copying side stands.
+struct Ahead {
+    unit: Unit,
+    segment: u32,
+    /// Expert of `unit` before its first segment, of the unit after it from then on.
+    expert: u32,
+}
+
+/// silu(min(gate, limit)) · clamp(up, ±limit), left to right, NaN kept.
+#[inline(always)]
+fn swiglu(up: f32, gate: f32, limit: f32) -> f32 {
+    let gate = min_nan(gate, limit);
+    let up = min_nan(max_nan(up, -limit), limit);
+    gate / (1.0 + exp(-gate)) * up
+}

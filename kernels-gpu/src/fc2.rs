@@ -1,0 +1,181 @@
+//! Down projection: y[pair] = (alpha2 · weight) · (w2 · h[pair]).
+//!
+//! A unit of work is one entry times a tile of 16 output rows, done by one warp with one accumulator over all of I. Warps are
+//! persistent and independent; how many share a block has no influence on the bits.
+
+use crate::dequant::Activation;
+use crate::layout::permute::row_stride;
+use crate::layout::tile::tile_row;
+use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS};
+use crate::schedule::{Schedule, Unit};
+use crate::stream::{ROWS, Ring, SEGMENT, Weights};
+use crate::tensor::{columns, multiply};
+use cuda_std::arch::Arch;
+use cuda_std::kernels;
+use cuda_std::memory::{In, Out};
+use cuda_std::mma::{Bf16, F16};
+use cuda_std::thread::{block_idx, grid_dim, lane, warp};
+
+/// Stages of a warp's ring.
+pub const STAGES: u32 = 3;
+/// Warps that a multiprocessor holds.
+const WARPS_PER_SM: u32 = 16;
+
+/// Bytes of shared memory of a block of `warps` warps.
+pub const fn shared_bytes(warps: u32) -> u32 {
+    warps * Ring::<STAGES>::BYTES
+}
+
+kernels! {
+    /// Second projection.
+    pub mod fc2(
+        /// `[1]` number of entries.
+        entry_count: In<u32>,
+        /// [entries, 4] expert, pairs, …
+        entries: In<u32>,
+        /// [entries, 8] pair of each slot.
+        slot_pairs: In<i32>,
+        /// [entries, 8] alpha2 · weight of each slot.
+        slot_scales: In<f32>,
+        /// [M·top_k, row_stride(intermediate)] activations in tensor-core order.
+        h: In<u16>,
+        /// [E, output, intermediate/2] codes.
+        w2: In<u8>,
+        /// [E, …] swizzled scales of w2.
+        s2: In<u8>,
+        /// [M·top_k, output] weighted results.
+        y: Out<f32>,
+        /// Intermediate size I.
+        intermediate: u32,
+        /// Output width H.
+        output: u32,
+    );
+    fc2_seed_bf16_warps1[32, WARPS_PER_SM] = |A| body::<Bf16, A, 1>;
+    fc2_seed_bf16_warps2[64, WARPS_PER_SM / 2] = |A| body::<Bf16, A, 2>;
+    fc2_seed_bf16_warps4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, A, 4>;
+    fc2_seed_bf16_warps8[256, WARPS_PER_SM / 8] = |A| body::<Bf16, A, 8>;
+    fc2_seed_f16_warps1[32, WARPS_PER_SM] = |A| body::<F16, A, 1>;
+    fc2_seed_f16_warps2[64, WARPS_PER_SM / 2] = |A| body::<F16, A, 2>;
+    fc2_seed_f16_warps4[128, WARPS_PER_SM / 4] = |A| body::<F16, A, 4>;
+    fc2_seed_f16_warps8[256, WARPS_PER_SM / 8] = |A| body::<F16, A, 8>;
+}
+
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+fn body<T: Activation, A: Arch, const WARPS: u32>(
+    entry_count: In<u32>,
+    entries: In<u32>,
+    slot_pairs: In<i32>,
+    slot_scales: In<f32>,
+    h: In<u16>,
+    w2: In<u8>,
+    s2: In<u8>,
+    y: Out<f32>,
+    intermediate: u32,
+    output: u32,
+) {
+    let weights = Weights { codes: w2, scales: s2, rows: output, k: intermediate };
+    let segments = intermediate.div_ceil(SEGMENT);
+    // Neighbouring units go to different multiprocessors.
+    let worker = warp() * grid_dim() + block_idx();
+    let (schedule, first) = Schedule::new(entry_count, output.div_ceil(ROWS), grid_dim() * WARPS, worker);
+    let expert_of = |unit: Unit| entries.load((unit.entry * RECORD_WORDS) as usize);
+    let row_of = |unit: Unit, r: u32| tile_row(unit.tile, r, ROWS, output);
+    // Rows past the end are copied from the last row and never stored.
+    let source_row = |unit: Unit, r: u32| row_of(unit, r).min(output - 1);
+
+    // The copying side runs STAGES steps ahead of the computing side, across units.
+    let mut ring = Ring::<STAGES>::new(weights, warp() * Ring::<STAGES>::BYTES);
+    let mut ahead = Ahead { unit: first, segment: 0, expert: 0 };
+    if schedule.has(first) {
+        ahead.expert = expert_of(first);
+    }
+    macro_rules! copy_next {
+        () => {
+            if schedule.has(ahead.unit) {
+                if ahead.segment == 0 {
+                    ring.seek(ahead.expert, 0, |r| source_row(ahead.unit, r));
+                    // The expert of the unit after it, so that its load is over when it is needed.
+                    let after = schedule.next(ahead.unit);
+                    if schedule.has(after) {
+                        ahead.expert = expert_of(after);
+                    }
+                }
+                ring.copy();
+                ahead.segment += 1;
+                if ahead.segment == segments {
+                    ahead.unit = schedule.next(ahead.unit);
+                    ahead.segment = 0;
+                }
+            } else {
+                ring.skip();
+            }
+        };
+    }
+    let mut stage = 0;
+    while stage < STAGES {
+        copy_next!();
+        stage += 1;
+    }
+
+    let (g, t) = (lane() / 4, lane() % 4);
+    let stride = row_stride(intermediate as usize);
+    // Slots without a pair read the entry's first pair; their columns are never stored.
+    let pair_of = |unit: Unit| {
+        let slots = (unit.entry * ENTRY_SLOTS) as usize;
+        let pair = slot_pairs.load(slots + g as usize);
+        if pair < 0 { slot_pairs.load(slots) as usize } else { pair as usize }
+    };
+    let mut unit = first;
+    let mut pair = if schedule.has(unit) { pair_of(unit) } else { 0 };
+    while schedule.has(unit) {
+        let next = schedule.next(unit);
+        let row = pair * stride + t as usize * 32;
+        if schedule.has(next) {
+            pair = pair_of(next);
+        }
+        let mut sum = [0.0; 4];
+        let mut segment = 0;
+        while segment < segments {
+            let at = row + (segment * SEGMENT) as usize;
+            // The second chunk of the last segment may be past the padded row.
+            let second = ((segment * SEGMENT + SEGMENT / 2) as usize) < stride;
+            let x0 = columns(h, at);
+            let x1 = if second { columns(h, at + SEGMENT as usize / 2) } else { [[0; 4]; 4] };
+            let stage = ring.take::<{ STAGES - 1 }>();
+            copy_next!();
+            sum = multiply::<T, A>(stage.codes[0], stage.scales[0], x0, sum);
+            sum = multiply::<T, A>(stage.codes[1], stage.scales[1], x1, sum);
+            segment += 1;
+        }
+
+        let slots = (unit.entry * ENTRY_SLOTS) as usize;
+        let (upper, lower) = (row_of(unit, g), row_of(unit, g + 8));
+        macro_rules! finish {
+            ($upper:expr, $lower:expr, $slot:expr) => {
+                let to = slot_pairs.load(slots + $slot as usize);
+                if to >= 0 {
+                    let scale = slot_scales.load(slots + $slot as usize);
+                    let to = to as usize * output as usize;
+                    if upper < output {
+                        y.store(to + upper as usize, scale * $upper);
+                    }
+                    if lower < output {
+                        y.store(to + lower as usize, scale * $lower);
+                    }
+                }
+            };
+        }
+        finish!(sum[0], sum[2], 2 * t);
+        finish!(sum[1], sum[3], 2 * t + 1);
+        unit = next;
+    }
+}
+
+/// Where the copying side stands.
+struct Ahead {
+    unit: Unit,
+    segment: u32,
+    /// Expert of `unit` before its first segment, of the unit after it from then on.
+    expert: u32,
+}

@@ -1,0 +1,389 @@
+//! Routing table from top-k ids, and activations into tensor-core order.
+//!
+//! Block 0 builds the table. Pair i = token·top_k + slot of expert e gets the rank r = number of pairs j < i with the same
+//! expert. An expert with c pairs owns ceil(c / 8) *entries* of eight slots (eight is the column count of an mma); entries lie by
+//! ascending expert, and pair i sits in slot r mod 8 of the expert's entry r / 8. Ids outside 0..E are skipped.
+//!
+//! The other blocks rewrite x row by row in the order of [`crate::layout::permute`], and zero the padding of h.
+
+use crate::dequant::Activation;
+use crate::layout::permute::{position, row_stride};
+use crate::status;
+use core::num::{NonZeroU32, NonZeroUsize};
+use cuda_std::arch::Arch;
+use cuda_std::kernels;
+use cuda_std::memory::{In, Out};
+use cuda_std::mma::{Bf16, F16};
+use cuda_std::shared::Shared;
+use cuda_std::thread::{block_dim, block_idx, grid_dim, lane, thread_idx, warp};
+use cuda_std::{sync, warp as lanes};
+
+/// Threads of a block.
+pub const THREADS: u32 = 1024;
+/// Pairs of one entry: columns of an mma.
+pub const ENTRY_SLOTS: u32 = 8;
+/// Words of an entry's record: expert, number of pairs, alpha of up, alpha of gate.
+pub const RECORD_WORDS: u32 = 4;
+
+/// Most entries that `pairs` pairs over `experts` experts can have.
+pub const fn max_entries(pairs: usize, experts: usize) -> usize {
+    let spread = if pairs < experts { pairs } else { experts };
+    let packed = (pairs + 7 * spread) / 8;
+    if packed < pairs { packed } else { pairs }
+}
+
+/// Warps that count pairs. Each has its own table of `experts` counters, of which 216 KB must hold all.
+pub const fn counting_warps(pairs: usize, experts: usize) -> u32 {
+    let fit = 216 * 1024 / 4 / experts - 2;
+    let useful = pairs.div_ceil(32);
+    let warps = if fit < useful { fit } else { useful };
+    if warps < 1 {
+        1
+    } else if warps > 32 {
+        32
+    } else {
+        warps as u32
+    }
+}
+
+/// Bytes of shared memory for `warps` counting warps.
+pub const fn shared_bytes(warps: u32, experts: u32) -> u32 {
+    ((warps + 2) * experts + 64) * 4
+}
+
+/// Whether a value is finite in bf16 or f16 bits.
+#[inline(always)]
+fn finite<T: Activation>(bits: u16) -> bool {
+    let exponent = if T::BF16 { 0x7F80 } else { 0x7C00 };
+    bits & exponent != exponent
+}
+
+kernels! {
+    /// Routing table and reordered activations. Grid: block 0 and at least one more.
+    pub mod route_prep(
+        /// [M, top_k] expert ids.
+        topk_ids: In<i32>,
+        /// [M, top_k] weights of the experts.
+        topk_weights: In<f32>,
+        /// [E, 2] global scales of w13: up, gate.
+        alpha1: In<f32>,
+        /// [E] global scales of w2.
+        alpha2: In<f32>,
+        /// [M, hidden] activations.
+        x: In<u16>,
+        /// `[1]` number of entries.
+        entry_count: Out<u32>,
+        /// [entries, RECORD_WORDS] records.
+        entries: Out<u32>,
+        /// [entries, 8] pair of each slot, -1 for none.
+        slot_pairs: Out<i32>,
+        /// [entries, 8] token of each slot, 0 where there is none.
+        slot_tokens: Out<u32>,
+        /// [entries, 8] alpha2 · weight of each slot.
+        slot_scales: Out<f32>,
+        /// [M, row_stride(hidden)] reordered activations.
+        x_permuted: Out<u16>,
+        /// [M·top_k, row_stride(intermediate)] the next kernel's output, whose padding is zeroed here.
+        h: Out<u16>,
+        /// `[1]` status bits.
+        status: Out<u32>,
+        /// Number of tokens M.
+        tokens: u32,
+        /// Experts of a token.
+        top_k: u32,
+        /// Number of experts E.
+        experts: u32,
+        /// Hidden size K.
+        hidden: u32,
+        /// Intermediate size I.
+        intermediate: u32,
+        /// Warps that count, see [`counting_warps`].
+        warps: u32,
+    );
+    route_prep_bf16_bf16[THREADS, 1] = |A| body::<Bf16, Bf16, A>;
+    route_prep_bf16_f16[THREADS, 1] = |A| body::<Bf16, F16, A>;
+    route_prep_f16_f16[THREADS, 1] = |A| body::<F16, F16, A>;
+}
+
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+fn body<X: Activation, T: Activation, A: Arch>(
+    topk_ids: In<i32>,
+    topk_weights: In<f32>,
+    alpha1: In<f32>,
+    alpha2: In<f32>,
+    x: In<u16>,
+    entry_count: Out<u32>,
+    entries: Out<u32>,
+    slot_pairs: Out<i32>,
+    slot_tokens: Out<u32>,
+    slot_scales: Out<f32>,
+    x_permuted: Out<u16>,
+    h: Out<u16>,
+    status: Out<u32>,
+    tokens: u32,
+    top_k: u32,
+    experts: u32,
+    hidden: u32,
+    intermediate: u32,
+    warps: u32,
+) {
+    if block_idx() == 0 {
+        let table = Table { entries, slot_pairs, slot_tokens, slot_scales };
+        build_table(topk_ids, topk_weights, alpha1, alpha2, entry_count, table, status, tokens, top_k, experts, warps);
+    } else {
+        permute_rows::<X, T>(x, x_permuted, status, tokens, hidden);
+        zero_padding(h, tokens as usize * top_k as usize, intermediate);
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Table {
+    entries: Out<u32>,
+    slot_pairs: Out<i32>,
+    slot_tokens: Out<u32>,
+    slot_scales: Out<f32>,
+}
+
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+fn build_table(
+    topk_ids: In<i32>,
+    topk_weights: In<f32>,
+    alpha1: In<f32>,
+    alpha2: In<f32>,
+    entry_count: Out<u32>,
+    table: Table,
+    status: Out<u32>,
+    tokens: u32,
+    top_k: u32,
+    experts: u32,
+    warps: u32,
+) {
+    // counts[warp][expert]: pairs in the warp's range, later the rank of its next pair.
+    let counts = Shared::<u32>::at(0, warps * experts);
+    let totals = Shared::<u32>::at(warps * experts * 4, experts);
+    let first_entry = Shared::<u32>::at((warps + 1) * experts * 4, experts);
+    let warp_sums = Shared::<u32>::at((warps + 2) * experts * 4, 32);
+
+    let per_token = NonZeroU32::new(top_k).unwrap_or(NonZeroU32::MIN);
+    let pairs = tokens * top_k;
+    let range = (pairs + warps * 32 - 1) / NonZeroU32::new(warps * 32).unwrap_or(NonZeroU32::MIN) * 32;
+    let begin = warp() * range;
+    let end = (begin + range).min(pairs);
+    let counting = warp() < warps;
+
+    let mut i = thread_idx();
+    while i < warps * experts {
+        counts.store(i, 0);
+        i += THREADS;
+    }
+    sync::sync_threads();
+
+    if counting {
+        let mut bad = false;
+        let mut at = begin;
+        while at < end {
+            let group = Group::load(topk_ids, at, end, experts);
+            bad |= group.bad;
+            if group.leads() {
+                let count = warp() * experts + group.expert;
+                counts.store(count, counts.load(count) + group.peers.count_ones());
+            }
+            sync::sync_warp();
+            at += 32;
+        }
+        if lanes::any(bad) && lane() == 0 {
+            status.atomic_or(0, status::BAD_EXPERT_ID);
+        }
+    }
+    sync::sync_threads();
+
+    // Each thread owns a run of experts: ranks at which the warps start, then the entries before the run.
+    let per_thread = experts.div_ceil(THREADS);
+    let first = (thread_idx() * per_thread).min(experts);
+    let last = (first + per_thread).min(experts);
+    let mut own = 0;
+    let mut expert = first;
+    while expert < last {
+        let mut total = 0;
+        let mut w = 0;
+        while w < warps {
+            let count = counts.load(w * experts + expert);
+            counts.store(w * experts + expert, total);
+            total += count;
+            w += 1;
+        }
+        totals.store(expert, total);
+        own += total.div_ceil(ENTRY_SLOTS);
+        expert += 1;
+    }
+    let through = lanes::inclusive_scan(own);
+    if lane() == 31 {
+        warp_sums.store(warp(), through);
+    }
+    sync::sync_threads();
+    if warp() == 0 {
+        let sum = warp_sums.load(lane());
+        let before = lanes::inclusive_scan(sum) - sum;
+        warp_sums.store(lane(), before);
+        if lane() == 31 {
+            entry_count.store(0, before + sum);
+        }
+    }
+    sync::sync_threads();
+    let mut next = warp_sums.load(warp()) + through - own;
+    let mut expert = first;
+    while expert < last {
+        first_entry.store(expert, next);
+        next += totals.load(expert).div_ceil(ENTRY_SLOTS);
+        expert += 1;
+    }
+    sync::sync_threads();
+
+    if counting {
+        let mut at = begin;
+        while at < end {
+            let group = Group::load(topk_ids, at, end, experts);
+            let count = warp() * experts + if group.valid { group.expert } else { 0 };
+            let start = counts.load(count);
+            sync::sync_warp();
+            if group.leads() {
+                counts.store(count, start + group.peers.count_ones());
+            }
+            sync::sync_warp();
+            if group.valid {
+                let rank = start + (group.peers & ((1 << lane()) - 1)).count_ones();
+                let total = totals.load(group.expert);
+                let entry = first_entry.load(group.expert) + rank / ENTRY_SLOTS;
+                let pair = at + lane();
+                place(table, topk_weights, alpha1, alpha2, pair, pair / per_token, group.expert, rank, total, entry);
+            }
+            at += 32;
+        }
+    }
+}
+
+/// 32 neighbouring pairs, one a lane.
+struct Group {
+    expert: u32,
+    valid: bool,
+    bad: bool,
+    /// Lanes with the same expert.
+    peers: u32,
+}
+
+impl Group {
+    #[inline(always)]
+    fn load(topk_ids: In<i32>, at: u32, end: u32, experts: u32) -> Self {
+        let pair = at + lane();
+        let id = if pair < end { topk_ids.load(pair as usize) } else { -1 };
+        let expert = id as u32;
+        Group { expert, valid: expert < experts, bad: id >= 0 && expert >= experts, peers: lanes::match_any(expert) }
+    }
+
+    /// Whether this lane is the first of its peers.
+    #[inline(always)]
+    fn leads(&self) -> bool {
+        self.valid && self.peers.trailing_zeros() == lane()
+    }
+}
+
+/// Writes the slot of one pair; the first pair of an entry writes the record too, the last pair of an expert the unused slots.
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+fn place(
+    table: Table,
+    topk_weights: In<f32>,
+    alpha1: In<f32>,
+    alpha2: In<f32>,
+    pair: u32,
+    token: u32,
+    expert: u32,
+    rank: u32,
+    total: u32,
+    entry: u32,
+) {
+    let slot = (entry * ENTRY_SLOTS + rank % ENTRY_SLOTS) as usize;
+    table.slot_pairs.store(slot, pair as i32);
+    table.slot_tokens.store(slot, token);
+    table.slot_scales.store(slot, alpha2.load(expert as usize) * topk_weights.load(pair as usize));
+    if rank % ENTRY_SLOTS == 0 {
+        let record = (entry * RECORD_WORDS) as usize;
+        let count = (total - rank).min(ENTRY_SLOTS);
+        let up = alpha1.load(expert as usize * 2).to_bits();
+        let gate = alpha1.load(expert as usize * 2 + 1).to_bits();
+        table.entries.store_v4(record, [expert, count, up, gate]);
+    }
+    if rank + 1 == total {
+        let mut unused = slot + 1;
+        while unused % ENTRY_SLOTS as usize != 0 {
+            table.slot_pairs.store(unused, -1);
+            table.slot_tokens.store(unused, 0);
+            table.slot_scales.store(unused, 0.0);
+            unused += 1;
+        }
+    }
+}
+
+/// Rewrites x in tensor-core order, eight elements a thread and step.
+#[inline(always)]
+fn permute_rows<X: Activation, T: Activation>(
+    x: In<u16>,
+    x_permuted: Out<u16>,
+    status: Out<u32>,
+    tokens: u32,
+    hidden: u32,
+) {
+    let stride = row_stride(hidden as usize) as u32;
+    // Dividing by a NonZero needs no check for zero, and so no panic in the kernel.
+    let words = NonZeroUsize::new((stride / 8) as usize).unwrap_or(NonZeroUsize::MIN);
+    let total = tokens as usize * words.get();
+    let mut at = (block_idx() - 1) as usize * block_dim() as usize + thread_idx() as usize;
+    let step = (grid_dim() - 1) as usize * block_dim() as usize;
+    let mut overflow = false;
+    while at < total {
+        let (token, word) = ((at / words) as u32, (at % words) as u32);
+        let mut out = [0u32; 4];
+        if word * 8 < hidden {
+            // hidden is a multiple of 16, so a group of eight is whole or absent.
+            let v = x.load_v4(token as usize * hidden as usize + word as usize * 8);
+            let element = |i: usize| (v[i / 2] >> (i % 2 * 16)) as u16;
+            let convert = |i: usize| {
+                if X::BF16 == T::BF16 {
+                    (element(i), false)
+                } else {
+                    let to = T::round(X::widen(element(i)));
+                    (to, finite::<X>(element(i)) && !finite::<T>(to))
+                }
+            };
+            let pairs = [(0, 2), (1, 3), (4, 6), (5, 7)].map(|(low, high)| {
+                let (low, high) = (convert(low), convert(high));
+                overflow |= low.1 | high.1;
+                low.0 as u32 | (high.0 as u32) << 16
+            });
+            out = pairs;
+        }
+        x_permuted.store_v4(token as usize * stride as usize + word as usize * 8, out);
+        at += step;
+    }
+    const { assert!(position(1) == 2 && position(2) == 1 && position(5) == 6) };
+    if lanes::any(overflow) && lane() == 0 {
+        status.atomic_or(0, status::F16_RANGE);
+    }
+}
+
+/// Zeros behind the last element of each row of h. Its rows are written in whole groups of eight, as above.
+#[inline(always)]
+fn zero_padding(h: Out<u16>, rows: usize, intermediate: u32) {
+    let stride = row_stride(intermediate as usize);
+    let groups = (stride - intermediate as usize) / 8;
+    let padding = NonZeroUsize::new(groups).unwrap_or(NonZeroUsize::MIN);
+    let total = rows * groups;
+    let mut at = (block_idx() - 1) as usize * block_dim() as usize + thread_idx() as usize;
+    let step = (grid_dim() - 1) as usize * block_dim() as usize;
+    while at < total {
+        h.store_v4(at / padding * stride + intermediate as usize + at % padding * 8, [0; 4]);
+        at += step;
+    }
+}
