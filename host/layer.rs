@@ -118,7 +118,11 @@ impl Layer {
         let tokens = inputs.tokens;
         plan.check_layer(&self.shape, &self.options)?;
         if tokens > plan.max_tokens() {
-            return Err(Error::argument("tokens", tokens, format!("at most {}, the plan's maximum", plan.max_tokens())));
+            return Err(Error::argument(
+                "tokens",
+                tokens,
+                format!("at most {}, the plan's maximum", plan.max_tokens()),
+            ));
         }
         let (x, prep_kernel) = plan.prep_kernel(inputs.x)?;
         let pairs = tokens * top_k;
@@ -134,62 +138,82 @@ impl Layer {
         let device = &*self.device;
         let table = plan.table(workspace);
         let size = plan.launches(tokens);
-        launch(device, prep_kernel, size.route_prep, route_prep::route_prep::Args {
-            topk_ids: inputs.topk_ids.as_ref(),
-            topk_weights: inputs.topk_weights.as_ref(),
-            alpha1: self.alpha1.as_ref(),
-            alpha2: self.alpha2.as_ref(),
-            x: x.as_ref(),
-            entry_count: table.entry_count,
-            entries: table.entries,
-            slot_pairs: table.slot_pairs,
-            slot_tokens: table.slot_tokens,
-            slot_scales: table.slot_scales,
-            x_permuted: table.x_permuted,
-            h: table.h,
-            status: table.status,
-            tokens: tokens as u32,
-            top_k: top_k as u32,
-            experts: experts as u32,
-            hidden: hidden as u32,
-            intermediate: intermediate as u32,
-            warps: size.counting_warps,
-        })?;
-        launch(device, plan.fc1_kernel(), size.fc1, fc1::fc1::Args {
-            entry_count: table.entry_count.into(),
-            entries: table.entries.into(),
-            slot_pairs: table.slot_pairs.into(),
-            slot_tokens: table.slot_tokens.into(),
-            x: table.x_permuted.into(),
-            w13: self.w13.as_ref(),
-            s13: self.s13.as_ref(),
-            h: table.h,
-            status: table.status,
-            hidden: hidden as u32,
-            intermediate: intermediate as u32,
-            limit: self.options.limit.unwrap_or(f32::INFINITY),
-        })?;
-        launch(device, plan.fc2_kernel(), size.fc2, fc2::fc2::Args {
-            entry_count: table.entry_count.into(),
-            entries: table.entries.into(),
-            slot_pairs: table.slot_pairs.into(),
-            slot_scales: table.slot_scales.into(),
-            h: table.h.into(),
-            w2: self.w2.as_ref(),
-            s2: self.s2.as_ref(),
-            y: table.y,
-            intermediate: intermediate as u32,
-            output: output as u32,
-        })?;
-        launch(device, combine::combine::combine_f32_bf16, size.combine, combine::combine::Args {
-            topk_ids: inputs.topk_ids.as_ref(),
-            y: DeviceRef::from(table.y),
-            out: out.as_mut(),
-            tokens: tokens as u32,
-            top_k: top_k as u32,
-            experts: experts as u32,
-            output: output as u32,
-        })
+        launch(
+            device,
+            prep_kernel,
+            size.route_prep,
+            route_prep::route_prep::Args {
+                topk_ids: inputs.topk_ids.as_ref(),
+                topk_weights: inputs.topk_weights.as_ref(),
+                alpha1: self.alpha1.as_ref(),
+                alpha2: self.alpha2.as_ref(),
+                x: x.as_ref(),
+                entry_count: table.entry_count,
+                entries: table.entries,
+                slot_pairs: table.slot_pairs,
+                slot_tokens: table.slot_tokens,
+                slot_scales: table.slot_scales,
+                x_permuted: table.x_permuted,
+                h: table.h,
+                status: table.status,
+                tokens: tokens as u32,
+                top_k: top_k as u32,
+                experts: experts as u32,
+                hidden: hidden as u32,
+                intermediate: intermediate as u32,
+                warps: size.counting_warps,
+            },
+        )?;
+        launch(
+            device,
+            plan.fc1_kernel(),
+            size.fc1,
+            fc1::fc1::Args {
+                entry_count: table.entry_count.into(),
+                entries: table.entries.into(),
+                slot_pairs: table.slot_pairs.into(),
+                slot_tokens: table.slot_tokens.into(),
+                x: table.x_permuted.into(),
+                w13: self.w13.as_ref(),
+                s13: self.s13.as_ref(),
+                h: table.h,
+                status: table.status,
+                hidden: hidden as u32,
+                intermediate: intermediate as u32,
+                limit: self.options.limit.unwrap_or(f32::INFINITY),
+            },
+        )?;
+        launch(
+            device,
+            plan.fc2_kernel(),
+            size.fc2,
+            fc2::fc2::Args {
+                entry_count: table.entry_count.into(),
+                entries: table.entries.into(),
+                slot_pairs: table.slot_pairs.into(),
+                slot_scales: table.slot_scales.into(),
+                h: table.h.into(),
+                w2: self.w2.as_ref(),
+                s2: self.s2.as_ref(),
+                y: table.y,
+                intermediate: intermediate as u32,
+                output: output as u32,
+            },
+        )?;
+        launch(
+            device,
+            combine::combine::combine_f32_bf16,
+            size.combine,
+            combine::combine::Args {
+                topk_ids: inputs.topk_ids.as_ref(),
+                y: DeviceRef::from(table.y),
+                out: out.as_mut(),
+                tokens: tokens as u32,
+                top_k: top_k as u32,
+                experts: experts as u32,
+                output: output as u32,
+            },
+        )
     }
 }
 
@@ -216,7 +240,9 @@ impl WeightLengths {
         use kernels_gpu::layout::scale::swizzled_len;
         let LayerShape { hidden, intermediate, output, experts, .. } = *shape;
         let each = |name, bytes: usize| {
-            bytes.checked_mul(experts).ok_or_else(|| Error::argument("experts", experts, format!("a size of `{name}` below 2^64")))
+            bytes
+                .checked_mul(experts)
+                .ok_or_else(|| Error::argument("experts", experts, format!("a size of `{name}` below 2^64")))
         };
         Ok(WeightLengths {
             w13: each("w13", 2 * intermediate * (hidden / 2))?,
