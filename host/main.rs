@@ -1,1 +1,7 @@
-fn main() {}
+//! The command line. `megamoe help` lists the commands.
+
+mod cli;
+
+fn main() -> std::process::ExitCode {
+    cli::main()
+}
