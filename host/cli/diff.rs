@@ -8,7 +8,7 @@ use clap::ValueEnum;
 use comfy_table::Cell;
 use console::style;
 use megamoe::device::DeviceHandle;
-use megamoe::diff::{CaseFile, Comparison, DrawOptions, Family, Op, OpCase, Output, Random, UlpHistogram, draw_op};
+use megamoe::diff::{CaseFile, Comparison, DrawOptions, Family, Op, Output, Random, UlpHistogram, draw_op};
 use megamoe::{Activation, Error, LayerOptions, LayerShape, Order, Result, Split};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -43,7 +43,7 @@ pub struct Args {
     #[arg(long, value_parser = parse_split, value_name = "1|2|4|8")]
     split: Option<Split>,
     /// Clamp of the activation.
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     limit: Option<f32>,
     /// Kind of values: random, codes, subnormal, special, extreme, ids or one-expert.
     #[arg(long)]
@@ -54,7 +54,8 @@ pub struct Args {
     /// Write an HTML report.
     #[arg(long, value_name = "FILE.html")]
     report: Option<PathBuf>,
-    /// Write the case to a file. A case that fails is always written, by default to diff-<op>-<seed>.json.
+    /// Write the case to a file. A drawn case that fails is always written, by default to diff-<op>-<seed>.json (with --all
+    /// diff-<op>-<family>-<seed>.json).
     #[arg(long, value_name = "FILE.json", conflicts_with = "all")]
     save: Option<PathBuf>,
     /// Print one JSON object.
@@ -245,7 +246,7 @@ fn diff_one(args: &Args, devices: &[Device]) -> Result<Verdict> {
             let op = args.op.expect("required by the options");
             let draw = draw_options(args)?;
             let case = draw_op(op, &draw, args.seed)?;
-            let source = format!("{} values, seed {}", draw.family, args.seed);
+            let source = format!("family {}, seed {}", draw.family, args.seed);
             (CaseFile { case, expected: None, comment: None }, source)
         }
     };
@@ -263,7 +264,7 @@ fn diff_one(args: &Args, devices: &[Device]) -> Result<Verdict> {
         file.write(path)?;
         section.replays.push(path.clone());
     } else if !section.agrees() && args.case.is_none() {
-        section.replays.push(save_failure(&file, op, args.seed)?);
+        section.replays.push(save_failure(&file, &format!("{op}-{}", args.seed))?);
     }
     if let Some(path) = &args.report {
         html::write(path, std::slice::from_ref(&section), &about(args, devices))?;
@@ -295,8 +296,8 @@ fn failures(ran: &[Ran]) -> Vec<String> {
     ran.iter().filter(|ran| ran.status == "error").map(|ran| format!("{}: {}", ran.backend, ran.message)).collect()
 }
 
-fn save_failure(file: &CaseFile, op: Op, seed: u64) -> Result<PathBuf> {
-    let path = PathBuf::from(format!("diff-{op}-{seed}.json"));
+fn save_failure(file: &CaseFile, name: &str) -> Result<PathBuf> {
+    let path = PathBuf::from(format!("diff-{name}.json"));
     file.write(&path)?;
     Ok(path)
 }
@@ -323,14 +324,14 @@ fn diff_all(args: &Args, devices: &[Device]) -> Result<Verdict> {
         let families = families.iter().filter(|family| args.family.is_none_or(|only| only == **family));
         plan.extend(families.map(|&family| (op, family)));
     }
-    let progress = Progress::steps(plan.len() as u64 * args.cases, "");
+    let progress = Progress::steps(args.cases.saturating_mul(plan.len() as u64), "");
     let mut sections = Vec::new();
     for (op, family) in plan {
         progress.now(format!("{op}, {family}"));
         let mut section = Section {
             op,
             source: format!(
-                "{family} values, seeds {} to {}",
+                "family {family}, seeds {} to {}",
                 args.seed,
                 args.seed.wrapping_add(args.cases.max(1) - 1)
             ),
@@ -351,7 +352,7 @@ fn diff_all(args: &Args, devices: &[Device]) -> Result<Verdict> {
             if !failed.is_empty() || pairs.iter().any(|pair| !pair.comparison.agrees()) {
                 // One replay for each operation and family is enough to start with.
                 if section.replays.is_empty() {
-                    section.replays.push(save_failure(&file, op, seed)?);
+                    section.replays.push(save_failure(&file, &format!("{op}-{family}-{seed}"))?);
                 }
             }
             section.failures.extend(failed);
@@ -500,7 +501,7 @@ fn print_bits(output: &Output) {
         let bits = shown.iter().map(|bits| format!("{bits:0digits$x}")).collect::<Vec<_>>().join(" ");
         let more =
             if row.len() > shown.len() { format!(" … {} more", row.len() - shown.len()) } else { String::new() };
-        let value = shown.first().map_or(0.0, |&bits| output.element.value(bits));
+        let value = number(shown.first().map_or(0.0, |&bits| output.element.value(bits)));
         output::say(format!(
             "  {bits}{more}   {}",
             style(format!("({value}{})", if row.len() > 1 { " …" } else { "" })).dim()
@@ -510,6 +511,12 @@ fn print_bits(output: &Output) {
     if left > 0 {
         output::say(format!("  … {left} more rows (all of them with --json)"));
     }
+}
+
+/// A number without a long row of zeros.
+fn number(value: f64) -> String {
+    let plain = value == 0.0 || !value.is_finite() || (1e-4..1e7).contains(&value.abs());
+    if plain { value.to_string() } else { format!("{value:e}") }
 }
 
 fn print_all(sections: &[Section], devices: &[Device]) {
@@ -560,7 +567,12 @@ fn print_end(sections: &[Section]) {
             if let Some(first) = &comparison.first {
                 output::say(format!(
                     "{}, first mismatch: {}: {backend} has {} ({}), {reference} has {} ({})",
-                    section.op, first.place, first.got, first.got_value, first.expected, first.expected_value
+                    section.op,
+                    first.place,
+                    first.got,
+                    number(first.got_value),
+                    first.expected,
+                    number(first.expected_value),
                 ));
             }
             if comparison.different > 0 {
@@ -590,6 +602,7 @@ fn print_end(sections: &[Section]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use megamoe::diff::OpCase;
 
     #[test]
     fn shapes() {

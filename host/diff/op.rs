@@ -19,7 +19,7 @@ use std::fmt;
 pub enum Op {
     /// The routed experts of a layer with NVFP4 weights.
     Nvfp4Layer,
-    /// The activation of such a layer, through its kernels: bf16 of silu(gate)·up.
+    /// The activation of such a layer, through its kernels: bf16 of silu(gate)·up, -0 as +0.
     Swiglu,
     /// e^x in f32.
     Exp,
@@ -304,7 +304,11 @@ impl OpCase {
                 layer_output(result.out, case.shape.output, result.status)
             }
             OpCase::Swiglu { gate, up, limit } => {
-                let h = |(&gate, &up)| u32::from(math::from_f32(Activation::Bf16, math::swiglu(gate, up, *limit)));
+                let h = |(&gate, &up)| match math::from_f32(Activation::Bf16, math::swiglu(gate, up, *limit)) {
+                    // What leaves a layer went through a sum, and a sum of zeros is +0.
+                    0x8000 => 0,
+                    bits => u32::from(bits),
+                };
                 Output::plain(Element::Bf16, gate.iter().zip(up).map(h))
             }
             OpCase::Exp { x } => Output::f32(x.iter().map(|&x| math::exp(x))),
