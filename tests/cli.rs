@@ -366,6 +366,16 @@ fn diff_all_compares_every_operation() {
 }
 
 #[test]
+fn the_emulator_takes_every_architectures_paths() {
+    for arch in ["sm_80", "sm_90", "sm_100"] {
+        for op in ["e4m3_encode", "e4m3_decode", "e2m1_decode", "nvfp4_layer"] {
+            let shape = "hidden=32,intermediate=16,experts=2,tokens=300";
+            json(&megamoe(&["diff", "--op", op, "--arch", arch, "--shape", shape, "--json", "--activation", "f16"]), 0);
+        }
+    }
+}
+
+#[test]
 fn inspect_shows_formats_and_plans() {
     let checkpoint = testdata("deepseekv3-tiny-nvfp4a16-ct");
     let report = json(&megamoe(&["inspect", checkpoint.to_str().unwrap(), "--json"]), 0);

@@ -1,8 +1,9 @@
 //! Back ends by name.
 
 use clap::ValueEnum;
+use cuda_std::arch::ArchId;
 use megamoe::Result;
-use megamoe::device::{DeviceHandle, Emulator, Gpu};
+use megamoe::device::{DeviceHandle, Emulator, EmulatorOptions, Gpu};
 use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
@@ -55,12 +56,13 @@ pub fn open_gpu() -> Result<Arc<Gpu>> {
     Gpu::new(0)
 }
 
-/// An emulator whose lanes and blocks run in an order that `seed` decides.
-pub fn open_emulator(seed: u64) -> DeviceHandle {
-    Emulator::with_options(megamoe::device::EmulatorOptions { seed, ..Default::default() })
+/// An emulator that takes the paths of `arch` and whose lanes and blocks run in an order that `seed` decides.
+pub fn open_emulator(seed: u64, arch: ArchId) -> DeviceHandle {
+    Emulator::with_options(EmulatorOptions { seed, arch, ..Default::default() })
 }
 
-/// Whether a device must give the reference's bits. Others have tensor cores that sum in another way.
-pub fn has_exact_bits(device: &DeviceHandle) -> bool {
-    device.properties().compute == (9, 0)
+/// Whether a back end must give the reference's bits. Other GPUs have tensor cores that sum in another way; the emulator's sum as
+/// the reference says, whatever architecture it emulates.
+pub fn has_exact_bits(backend: BackEnd, device: &DeviceHandle) -> bool {
+    backend != BackEnd::Gpu || device.properties().compute == (9, 0)
 }

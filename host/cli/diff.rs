@@ -3,10 +3,11 @@
 use super::Verdict;
 use super::backend::{BackEnd, Choice, has_exact_bits, open_emulator, open_gpu};
 use super::html;
-use super::output::{self, Progress, verdict_cell};
+use super::output::{self, Progress, number, verdict_cell};
 use clap::ValueEnum;
 use comfy_table::Cell;
 use console::style;
+use cuda_std::arch::ArchId;
 use megamoe::device::DeviceHandle;
 use megamoe::diff::{CaseFile, Comparison, DrawOptions, Family, Op, Output, Random, UlpHistogram, draw_op};
 use megamoe::{Activation, Error, LayerOptions, LayerShape, Order, Result, Split};
@@ -48,6 +49,9 @@ pub struct Args {
     /// Kind of values: random, codes, subnormal, special, extreme, ids or one-expert.
     #[arg(long)]
     family: Option<Family>,
+    /// Architecture whose paths the emulator takes.
+    #[arg(long, value_enum, default_value_t = ArchName::Sm90)]
+    arch: ArchName,
     /// Where to run it. The CPU's result is what the others are compared with.
     #[arg(long, value_enum, default_value_t = Choice::All)]
     backend: Choice,
@@ -61,6 +65,26 @@ pub struct Args {
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum ArchName {
+    #[value(name = "sm_80")]
+    Sm80,
+    #[value(name = "sm_90")]
+    Sm90,
+    #[value(name = "sm_100")]
+    Sm100,
+}
+
+impl From<ArchName> for ArchId {
+    fn from(name: ArchName) -> Self {
+        match name {
+            ArchName::Sm80 => ArchId::Sm80,
+            ArchName::Sm90 => ArchId::Sm90,
+            ArchName::Sm100 => ArchId::Sm100,
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -152,7 +176,7 @@ fn open_devices(args: &Args) -> Result<Vec<Device>> {
     for &backend in args.backend.back_ends() {
         let handle = match backend {
             BackEnd::Cpu => continue,
-            BackEnd::Emulator => Ok(open_emulator(args.seed)),
+            BackEnd::Emulator => Ok(open_emulator(args.seed, args.arch.into())),
             BackEnd::Gpu => match open_gpu() {
                 Ok(gpu) => Ok(gpu as DeviceHandle),
                 Err(error @ Error::NoGpu(_)) if args.backend == Choice::All => Err(error.to_string()),
@@ -202,7 +226,7 @@ fn run_case(file: &CaseFile, devices: &[Device]) -> Result<(Vec<Ran>, Vec<Pair>)
         match file.case.on_device(device) {
             Ok(output) => {
                 let milliseconds = Some(start.elapsed().as_secs_f64() * 1e3);
-                let bound = if has_exact_bits(device) { None } else { file.case.bound()? };
+                let bound = if has_exact_bits(*backend, device) { None } else { file.case.bound()? };
                 pairs.push(pair("cpu", *backend, Comparison::of(&cpu, &output, bound.as_deref())));
                 let message = if bound.is_some() { "compared by the bound for other tensor cores' sums" } else { "" };
                 let (message, output) = (message.into(), Some(output));
@@ -511,12 +535,6 @@ fn print_bits(output: &Output) {
     if left > 0 {
         output::say(format!("  … {left} more rows (all of them with --json)"));
     }
-}
-
-/// A number without a long row of zeros.
-fn number(value: f64) -> String {
-    let plain = value == 0.0 || !value.is_finite() || (1e-4..1e7).contains(&value.abs());
-    if plain { value.to_string() } else { format!("{value:e}") }
 }
 
 fn print_all(sections: &[Section], devices: &[Device]) {

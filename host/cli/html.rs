@@ -1,6 +1,7 @@
 //! The report of a `diff`: one HTML file with its pictures inside, readable in light and in dark.
 
 use super::diff::{Pair, Section};
+use super::output::number;
 use megamoe::diff::{Comparison, LOWEST, UlpHistogram};
 use megamoe::{Error, Result};
 use plotters::prelude::*;
@@ -124,17 +125,15 @@ fn details(out: &mut String, section: &Section) {
                 escape(&first.place),
                 first.expected,
                 first.got,
-                first.expected_value,
-                first.got_value
+                number(first.expected_value),
+                number(first.got_value)
             );
         }
         if comparison.status_differs {
             out.push_str("<p class=\"bad\">The status words differ.</p>\n");
         }
-        if comparison.elements > 0 {
-            figure(out, "Distance in units in the last place", &ulp_bars(comparison));
-        }
         if comparison.different > 0 {
+            figure(out, "Distance in units in the last place", &ulp_bars(comparison));
             figure(out, "Absolute difference of the elements that differ", &magnitude_bars(comparison));
         }
     }
@@ -180,6 +179,11 @@ fn figure(out: &mut String, caption: &str, bars: &[(String, usize)]) {
 /// A bar chart, counts on a logarithmic scale so that a single element among millions can be seen.
 fn draw(bars: &[(String, usize)]) -> std::result::Result<String, Box<dyn std::error::Error>> {
     let mut svg = String::new();
+    // An axis of a single segment has no width.
+    let mut bars = bars.to_vec();
+    if bars.len() == 1 {
+        bars.push((String::new(), 0));
+    }
     {
         let width = (140 + 44 * bars.len() as u32).clamp(320, 1000);
         let root = SVGBackend::with_string(&mut svg, (width, 240)).into_drawing_area();

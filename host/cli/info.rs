@@ -6,6 +6,7 @@ use super::inspect::{Launch, launches};
 use super::output;
 use comfy_table::Cell;
 use console::style;
+use cuda_std::arch::ArchId;
 use megamoe::bench::SHAPES;
 use megamoe::device::{DeviceHandle, ErasedKernel, Gpu, MODULES, Properties, choose_module};
 use megamoe::plan::Plan;
@@ -88,7 +89,7 @@ fn kernels() -> Vec<ErasedKernel> {
 }
 
 pub fn info(args: &Args) -> Result<Verdict> {
-    let emulator = open_emulator(0);
+    let emulator = open_emulator(0, ArchId::Sm90);
     let gpu = open_gpu();
     let mut devices = vec![describe(BackEnd::Emulator, emulator.properties(), None)];
     if let Ok(gpu) = &gpu {

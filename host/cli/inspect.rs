@@ -5,6 +5,7 @@ use super::backend::{open_emulator, open_gpu};
 use super::output;
 use comfy_table::Cell;
 use console::style;
+use cuda_std::arch::ArchId;
 use megamoe::checkpoint::{Checkpoint, Inspect, LayerInfo, MoeInfo};
 use megamoe::device::DeviceHandle;
 use megamoe::plan::Plan;
@@ -68,7 +69,7 @@ pub fn inspect(args: &Args) -> Result<Verdict> {
     let inspect = checkpoint.inspect();
     let device = match open_gpu() {
         Ok(gpu) => gpu as DeviceHandle,
-        Err(_) => open_emulator(0),
+        Err(_) => open_emulator(0, ArchId::Sm90),
     };
     let plans: Vec<LayerPlan> =
         inspect.layers.iter().filter_map(|info| plan(&checkpoint, info, &device, args.tokens)).collect();

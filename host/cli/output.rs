@@ -113,3 +113,9 @@ pub fn duration(milliseconds: f64) -> String {
 pub fn bytes(bytes: u64) -> String {
     indicatif::HumanBytes(bytes).to_string()
 }
+
+/// A number without a long row of zeros.
+pub fn number(value: f64) -> String {
+    let plain = value == 0.0 || !value.is_finite() || (1e-4..1e7).contains(&value.abs());
+    if plain { value.to_string() } else { format!("{value:e}") }
+}

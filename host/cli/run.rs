@@ -4,6 +4,7 @@ use super::Verdict;
 use super::backend::{BackEnd, Choice, has_exact_bits, open_emulator, open_gpu};
 use super::output::{self, Progress, verdict_cell};
 use console::style;
+use cuda_std::arch::ArchId;
 use megamoe::checkpoint::{Checkpoint, ExpertFormat, Reference};
 use megamoe::device::{Buffer, DeviceHandle};
 use megamoe::diff::{Random, floats};
@@ -141,7 +142,9 @@ pub fn run(args: &Args) -> Result<Verdict> {
         progress.now(format!("running on the {backend}"));
         let outcome = match backend {
             BackEnd::Cpu => run.judge(backend, &cpu.0, &cpu, None),
-            BackEnd::Emulator => run.on_device(backend, &open_emulator(args.seed), &cpu.0, |_, work| timed(work)),
+            BackEnd::Emulator => {
+                run.on_device(backend, &open_emulator(args.seed, ArchId::Sm90), &cpu.0, |_, work| timed(work))
+            }
             BackEnd::Gpu => match open_gpu() {
                 Ok(gpu) => run.on_device(backend, &(gpu.clone() as DeviceHandle), &cpu.0, |case, work| {
                     let (result, _) = timed(work)?;
@@ -397,7 +400,7 @@ impl Run<'_> {
         };
         match work() {
             Ok(result) => {
-                let bound = (!has_exact_bits(device))
+                let bound = (!has_exact_bits(backend, device))
                     .then(|| layer_bound(&self.view(), &self.options, &self.batch.inputs()))
                     .transpose();
                 match bound {
@@ -595,6 +598,38 @@ mod tests {
         assert_eq!(beyond(&[1.0, f32::NAN, 2.0], &[1.5, f32::NAN, f32::NAN], &[0.5, 0.0, 1.0]), 1);
         assert_eq!(beyond(&[1.0], &[1.5], &[0.25]), 1);
         assert_eq!(beyond(&[1.0], &[f32::NAN], &[f32::INFINITY]), 0);
+    }
+
+    #[test]
+    fn verdicts() {
+        let case = megamoe::diff::Case::new();
+        let experts = case.experts().unwrap();
+        let batch = Batch {
+            tokens: 1,
+            x: case.x.clone(),
+            topk_ids: case.topk_ids.clone(),
+            topk_weights: case.topk_w.clone(),
+            expected: None,
+            source: String::new(),
+        };
+        let run = Run { shape: case.shape, options: case.options, experts: &experts, batch: &batch };
+        let cpu = run.on_cpu().unwrap();
+        let judge = |result: &LayerResult, bound: Option<&[f32]>| {
+            let outcome = run.judge(BackEnd::Gpu, &cpu, &(result.clone(), 1.0), bound);
+            (outcome.agrees, outcome.bits_equal_to_cpu)
+        };
+        assert_eq!(judge(&cpu, None), (true, Some(true)));
+        // 128 becomes 129.
+        let mut other = cpu.clone();
+        other.out[0] += 1;
+        assert_eq!(judge(&other, None), (false, Some(false)));
+        assert_eq!(judge(&other, Some(&[1.0; 128])), (true, Some(false)));
+        assert_eq!(judge(&other, Some(&[0.5; 128])), (false, Some(false)));
+        let mut status = cpu.clone();
+        status.status.f16_range = true;
+        assert_eq!(judge(&status, None), (false, Some(false)));
+        let failed = failed(BackEnd::Emulator, &Error::Fault("race".into()));
+        assert_eq!((failed.agrees, failed.status, failed.message.as_str()), (false, State::Error, "emulator: race"));
     }
 
     #[test]
