@@ -1,5 +1,6 @@
 //! `mma` against results that were measured on an H200, through real launches.
 #![cfg(not(target_arch = "nvptx64"))]
+#![allow(missing_docs)]
 
 use cuda_std::arch::ArchId;
 use cuda_std::emu::{Device, Launch};
