@@ -1,0 +1,102 @@
+//! Typed device memory.
+
+use super::DeviceHandle;
+use crate::error::{Error, Result};
+use cuda_std::kernel::{DeviceMut, DeviceRef};
+use std::marker::PhantomData;
+
+/// Plain element types that can be copied to and from a device.
+pub trait Element: cuda_std::memory::Element + bytemuck::Pod {}
+impl<T: cuda_std::memory::Element + bytemuck::Pod> Element for T {}
+
+/// `len` elements on a device. Freed on drop.
+#[derive(Debug)]
+pub struct Buffer<T> {
+    device: DeviceHandle,
+    address: u64,
+    len: usize,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> Buffer<T> {
+    /// Uninitialised memory.
+    pub fn new(device: &DeviceHandle, len: usize) -> Result<Self> {
+        let bytes = len
+            .checked_mul(size_of::<T>())
+            .ok_or_else(|| Error::argument("len", len, "a size in bytes below 2^64"))?;
+        let address = device.allocate(bytes)?;
+        Ok(Buffer { device: device.clone(), address, len, element: PhantomData })
+    }
+
+    /// A copy of `data`.
+    pub fn from_slice(device: &DeviceHandle, data: &[T]) -> Result<Self> {
+        let buffer = Self::new(device, data.len())?;
+        device.upload(buffer.address, bytemuck::cast_slice(data))?;
+        Ok(buffer)
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The device that owns it.
+    pub fn device(&self) -> &DeviceHandle {
+        &self.device
+    }
+
+    /// Overwrites the first `data.len()` elements.
+    pub fn upload(&self, data: &[T]) -> Result<()> {
+        if data.len() > self.len {
+            return Err(Error::BufferLength { name: "data", given: data.len(), needed: self.len });
+        }
+        self.device.upload(self.address, bytemuck::cast_slice(data))
+    }
+
+    /// All elements, after everything launched before.
+    pub fn download(&self) -> Result<Vec<T>> {
+        let mut data = vec![T::zeroed(); self.len];
+        self.device.download(self.address, bytemuck::cast_slice_mut(&mut data))?;
+        Ok(data)
+    }
+
+    /// Sets every byte.
+    pub fn fill(&self, byte: u8) -> Result<()> {
+        self.device.fill(self.address, byte, self.len * size_of::<T>())
+    }
+
+    /// As a kernel argument to read.
+    pub fn as_ref(&self) -> DeviceRef<'_, T> {
+        // SAFETY: the allocation is this long and lives as long as the borrow.
+        unsafe { DeviceRef::new(self.address, self.len) }
+    }
+
+    /// As a kernel argument to write. Device memory is shared by nature: launches on one stream run in order.
+    pub fn as_mut(&self) -> DeviceMut<'_, T> {
+        // SAFETY: as above.
+        unsafe { DeviceMut::new(self.address, self.len) }
+    }
+
+    /// `len` elements of type `U` from byte `offset` on, as a kernel argument.
+    pub(crate) fn part<U: Element>(&self, offset: usize, len: usize) -> DeviceMut<'_, U> {
+        let end = offset + len * size_of::<U>();
+        assert!(end <= self.len * size_of::<T>() && offset.is_multiple_of(align_of::<U>()), "part outside its buffer");
+        // SAFETY: inside the allocation, which lives as long as the borrow.
+        unsafe { DeviceMut::new(self.address + offset as u64, len) }
+    }
+
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl<T> Drop for Buffer<T> {
+    fn drop(&mut self) {
+        self.device.free(self.address);
+    }
+}

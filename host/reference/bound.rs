@@ -1,0 +1,135 @@
+//! How far two ways of forming the same sums can be apart.
+
+use super::math;
+use super::mma::LANES;
+use super::nvfp4::{LayerInputs, Nvfp4View, check_options, convert_x, for_all_rows, route_prep, steps};
+use crate::error::Result;
+use crate::{Activation, LayerOptions, LayerShape, Order};
+
+/// Bound on the difference between a sum formed by the tensor cores and the same sum formed in f64 and rounded to f32.
+///
+/// `magnitude` is Σ|a|·|b|, where a subnormal operand counts as the smallest normal (products are not renormalised before
+/// they are aligned). An instruction truncates 17 terms to a grid of 2^(emax-25) and its result to 24 bits, so it loses
+/// less than 5.25·2^-23 of the largest value it meets; `split` partial sums are added with one rounding each.
+pub fn sum_bound(cols: usize, split: usize, magnitude: f64) -> f64 {
+    let steps = steps(cols) as f64;
+    let relative = steps * 5.25 * 2f64.powi(-23) + (split + 1) as f64 * 2f64.powi(-24);
+    magnitude * relative.exp_m1() + steps * 2f64.powi(-149)
+}
+
+/// A value and how far any of the ways may be from it.
+#[derive(Clone, Copy, Default)]
+struct Near {
+    value: f64,
+    error: f64,
+}
+
+impl Near {
+    /// The largest magnitude that any of the ways may have.
+    fn magnitude(self) -> f64 {
+        self.value.abs() + self.error
+    }
+
+    /// Allows for roundings on both sides: `relative` of the magnitude, and `absolute` for subnormals. Beyond `max` a
+    /// rounding may have given an infinity and nothing can be said.
+    fn rounded(self, relative: f64, absolute: f64, max: f64) -> Near {
+        let error = self.error + relative * self.magnitude() + absolute;
+        // Written so that NaN counts as beyond.
+        Near { error: if self.value.abs() + error < max { error } else { f64::INFINITY }, ..self }
+    }
+
+    /// Allows for a few f32 roundings.
+    fn rounded_f32(self) -> Near {
+        self.rounded(2f64.powi(-22), 2f64.powi(-147), 3e38)
+    }
+
+    fn rounded_to(self, format: Activation) -> Near {
+        match format {
+            Activation::Bf16 => self.rounded(2f64.powi(-7), 2f64.powi(-132), 3e38),
+            Activation::F16 => self.rounded(2f64.powi(-10), 2f64.powi(-23), 65_504.0),
+        }
+    }
+}
+
+/// Bound on |a - b| for every element of the output [M, H], where a and b are results of any two of: the exact mode (in
+/// any split), the fast mode, and hardware whose sums stay within [`sum_bound`]. Infinite where values may leave the range
+/// of their format or are not finite to begin with. It is a worst case over all roundings, far above what is usual.
+pub fn layer_bound(view: &Nvfp4View<'_>, options: &LayerOptions, inputs: &LayerInputs<'_>) -> Result<Vec<f32>> {
+    view.check()?;
+    check_options(options)?;
+    let LayerShape { hidden, intermediate, output, experts, top_k } = view.shape;
+    let format = options.activation;
+    inputs.check(&view.shape, format)?;
+    let Order::Seed { split } = options.order;
+    let route = route_prep(inputs.topk_ids, top_k, experts)?;
+    let (x, _) = convert_x(inputs, &view.shape, format, &route)?;
+    let x = x.iter().map(|&bits| f64::from(math::to_f32(format, bits))).collect::<Vec<_>>();
+    let smallest_normal = if format == Activation::Bf16 { 2f64.powi(-126) } else { 2f64.powi(-14) };
+
+    // Σ w·x around values that are themselves only near.
+    let dot = |weights: &[f64], values: &mut dyn Iterator<Item = Near>, split: usize| -> Near {
+        let (mut value, mut error, mut magnitude) = (0.0, 0.0, 0.0);
+        for (w, x) in weights.iter().zip(values) {
+            value += w * x.value;
+            error += w.abs() * x.error;
+            magnitude += w.abs() * x.magnitude().max(smallest_normal);
+        }
+        Near { value, error: error + 2.0 * sum_bound(weights.len(), split, magnitude) }.rounded_f32()
+    };
+    let scaled = |factor: f64, y: Near| Near { value: factor * y.value, error: factor.abs() * y.error }.rounded_f32();
+
+    let mut h = vec![Near::default(); route.pairs() * intermediate];
+    for_all_rows(&route, intermediate, &mut h, |expert, first, pairs| {
+        let [alpha_up, alpha_gate] = view.alpha1[expert].map(f64::from);
+        let matrix = view.fc1(expert);
+        let row = |row: usize| matrix.row(format, row);
+        let rows: [_; LANES] = std::array::from_fn(|lane| {
+            let n = (first + lane).min(intermediate - 1);
+            (row(n), row(intermediate + n))
+        });
+        let element = |pair: &usize, lane: usize| {
+            let x = || x[pair / top_k * hidden..][..hidden].iter().map(|&value| Near { value, error: 0.0 });
+            let mut up = scaled(alpha_up, dot(&rows[lane].0, &mut x(), split.count()));
+            let mut gate = scaled(alpha_gate, dot(&rows[lane].1, &mut x(), split.count()));
+            if let Some(limit) = options.limit.map(f64::from) {
+                // Clamping never takes two values further apart.
+                up.value = up.value.clamp(-limit, limit);
+                gate.value = gate.value.min(limit);
+            }
+            let silu = gate.value / (1.0 + (-gate.value).exp());
+            // |silu'| < 1.1; where exp overflows, silu's own value is below 1e-36.
+            let silu = Near { value: silu, error: 1.1 * gate.error }.rounded(2f64.powi(-20), 1e-36, 3e38);
+            let error = silu.error * up.magnitude() + silu.value.abs() * up.error;
+            Near { value: silu.value * up.value, error }.rounded_f32().rounded_to(format)
+        };
+        pairs.iter().map(|pair| std::array::from_fn(|lane| element(pair, lane))).collect()
+    });
+
+    let mut ypart = vec![Near::default(); route.pairs() * output];
+    for_all_rows(&route, output, &mut ypart, |expert, first, pairs| {
+        let matrix = view.fc2(expert);
+        let rows: [_; LANES] = std::array::from_fn(|lane| matrix.row(format, (first + lane).min(output - 1)));
+        let element = |pair: usize, lane: usize| {
+            let scale = f64::from(math::canonical(view.alpha2[expert] * inputs.topk_w[pair]));
+            scaled(scale, dot(&rows[lane], &mut h[pair * intermediate..][..intermediate].iter().copied(), 1))
+        };
+        pairs.iter().map(|&pair| std::array::from_fn(|lane| element(pair, lane))).collect()
+    });
+
+    let mut bound = Vec::with_capacity(inputs.tokens * output);
+    for token in 0..inputs.tokens {
+        for column in 0..output {
+            let pairs = (token * top_k..(token + 1) * top_k).filter(|&pair| route.expert_of(pair).is_some());
+            let (mut sum, mut magnitude) = (Near::default(), 0.0);
+            for pair in pairs {
+                let y = ypart[pair * output + column];
+                sum = Near { value: sum.value + y.value, error: sum.error + y.error };
+                magnitude += y.magnitude();
+            }
+            sum.error += magnitude * top_k as f64 * 2f64.powi(-23);
+            let in_range = magnitude < 3e38;
+            bound.push(if in_range { sum.rounded_to(Activation::Bf16).error as f32 } else { f32::INFINITY });
+        }
+    }
+    Ok(bound)
+}

@@ -1,0 +1,234 @@
+//! Inputs of an NVFP4 layer that are built by setting single values, and that every back end can be given.
+
+use kernels_gpu::layout::scale::{padded_cols, swizzled_len, swizzled_offset};
+use megamoe::reference::{LayerInputs, LayerResult, Mode, Nvfp4View, layer, math};
+use megamoe::{Activation, LayerOptions, LayerShape, Result, XType};
+
+/// e4m3 code of 1.0.
+pub const ONE: u8 = 0x38;
+
+/// All arrays of one layer and one batch. Fields are public: a test may also set whole arrays.
+#[derive(Clone, Debug)]
+pub struct Probe {
+    pub shape: LayerShape,
+    pub options: LayerOptions,
+    pub tokens: usize,
+    pub x_type: XType,
+    pub x: Vec<u16>,
+    pub topk_ids: Vec<i32>,
+    pub topk_w: Vec<f32>,
+    pub w13: Vec<u8>,
+    pub s13: Vec<u8>,
+    pub alpha1: Vec<[f32; 2]>,
+    pub w2: Vec<u8>,
+    pub s2: Vec<u8>,
+    pub alpha2: Vec<f32>,
+}
+
+/// Shape of the plain probe.
+pub const SHAPE: LayerShape = LayerShape { hidden: 1024, intermediate: 128, output: 128, experts: 4, top_k: 1 };
+
+impl Default for Probe {
+    fn default() -> Self {
+        Probe::new()
+    }
+}
+
+impl Probe {
+    /// The plain probe: exact in every format. In each expert gate = 32 and up = 4 in row 0, h[0] = 128, out[0] = 128 and
+    /// all other outputs are 0. One token on expert 1 with weight 1.
+    pub fn new() -> Self {
+        Probe::with_shape(SHAPE, 1)
+    }
+
+    /// The plain probe's weights and hidden states in another shape (K, I and H at least 16, 16 and 1), every pair on
+    /// expert 1 (or 0 if there is but one).
+    pub fn with_shape(shape: LayerShape, tokens: usize) -> Self {
+        let mut probe = Probe::blank(shape, tokens);
+        probe.topk_ids.fill(i32::from(shape.experts > 1));
+        for token in 0..tokens {
+            probe.set_x(token, 0, 8.0);
+        }
+        for expert in 0..shape.experts {
+            probe.set_gate(expert, 0, 0, 0x6);
+            probe.set_up(expert, 0, 0, 0x1);
+            probe.set_w2(expert, 0, 0, 0x2);
+        }
+        probe
+    }
+
+    /// Codes 0, block scales 1 (their padding 0), alphas and weights 1, hidden states 0, ids 0, no clamp.
+    pub fn blank(shape: LayerShape, tokens: usize) -> Self {
+        let LayerShape { hidden, intermediate, output, experts, top_k } = shape;
+        let mut probe = Probe {
+            shape,
+            options: LayerOptions::default(),
+            tokens,
+            x_type: XType::Bf16,
+            x: vec![0; tokens * hidden],
+            topk_ids: vec![0; tokens * top_k],
+            topk_w: vec![1.0; tokens * top_k],
+            w13: vec![0; experts * 2 * intermediate * hidden / 2],
+            s13: vec![ONE; experts * swizzled_len(2 * intermediate, hidden / 16)],
+            alpha1: vec![[1.0; 2]; experts],
+            w2: vec![0; experts * output * intermediate / 2],
+            s2: vec![ONE; experts * swizzled_len(output, intermediate / 16)],
+            alpha2: vec![1.0; experts],
+        };
+        probe.fill_padding(0);
+        probe
+    }
+
+    /// Random codes, scales, alphas, hidden states, weights and ids (one in eight of them skipped). Block scales and hidden
+    /// states spread over many powers of two: sums of values of one size are exact and would hide how they are formed.
+    pub fn random(shape: LayerShape, tokens: usize, seed: u64) -> Self {
+        let mut probe = Probe::blank(shape, tokens);
+        let mut random = Random(seed);
+        probe.w13.fill_with(|| random.next() as u8);
+        probe.w2.fill_with(|| random.next() as u8);
+        // From 2^-6 to just below 2^2.
+        let scale = |random: &mut Random| 0x08 + (random.next() % 64) as u8;
+        probe.s13.fill_with(|| scale(&mut random));
+        probe.s2.fill_with(|| scale(&mut random));
+        probe.fill_padding(0x7f);
+        let mut wide = || random.in_range(-2.0, 2.0) * 2f32.powi(-((random.next() % 16) as i32));
+        probe.x.fill_with(|| math::from_f32(Activation::Bf16, wide()));
+        // Keeps gate and up near 1.
+        let alpha = 0.5 / (shape.hidden as f32).sqrt();
+        probe.alpha1.fill_with(|| [random.in_range(alpha, 2.0 * alpha), random.in_range(alpha, 2.0 * alpha)]);
+        probe.alpha2.fill_with(|| random.in_range(0.5, 1.0));
+        probe.topk_w.fill_with(|| random.in_range(0.0, 1.0));
+        probe.topk_ids.fill_with(|| match random.next() % 8 {
+            0 => -1,
+            _ => (random.next() % shape.experts as u64) as i32,
+        });
+        probe
+    }
+
+    pub fn set_x(&mut self, token: usize, k: usize, value: f32) {
+        let format = if self.x_type == XType::Bf16 { Activation::Bf16 } else { Activation::F16 };
+        self.x[token * self.shape.hidden + k] = math::from_f32(format, value);
+    }
+
+    pub fn set_id(&mut self, token: usize, k: usize, id: i32, weight: f32) {
+        self.topk_ids[token * self.shape.top_k + k] = id;
+        self.topk_w[token * self.shape.top_k + k] = weight;
+    }
+
+    /// Code of row `row` of 2I: up rows first, then gate rows.
+    pub fn set_w13(&mut self, expert: usize, row: usize, k: usize, code: u8) {
+        let rows = 2 * self.shape.intermediate;
+        set_code(&mut self.w13, (expert * rows + row) * self.shape.hidden + k, code);
+    }
+
+    pub fn set_up(&mut self, expert: usize, row: usize, k: usize, code: u8) {
+        self.set_w13(expert, row, k, code);
+    }
+
+    pub fn set_gate(&mut self, expert: usize, row: usize, k: usize, code: u8) {
+        self.set_w13(expert, self.shape.intermediate + row, k, code);
+    }
+
+    pub fn set_w2(&mut self, expert: usize, row: usize, k: usize, code: u8) {
+        set_code(&mut self.w2, (expert * self.shape.output + row) * self.shape.intermediate + k, code);
+    }
+
+    /// Scale byte of row `row` of 2I and the 16 k from 16·block.
+    pub fn set_s13(&mut self, expert: usize, row: usize, block: usize, byte: u8) {
+        let (rows, cols) = (2 * self.shape.intermediate, self.shape.hidden / 16);
+        self.s13[expert * swizzled_len(rows, cols) + swizzled_offset(row, block, padded_cols(cols))] = byte;
+    }
+
+    pub fn set_s2(&mut self, expert: usize, row: usize, block: usize, byte: u8) {
+        let (rows, cols) = (self.shape.output, self.shape.intermediate / 16);
+        self.s2[expert * swizzled_len(rows, cols) + swizzled_offset(row, block, padded_cols(cols))] = byte;
+    }
+
+    /// Sets every scale byte that belongs to no weight.
+    pub fn fill_padding(&mut self, byte: u8) {
+        let LayerShape { hidden, intermediate, output, .. } = self.shape;
+        fill_padding(&mut self.s13, 2 * intermediate, hidden / 16, byte);
+        fill_padding(&mut self.s2, output, intermediate / 16, byte);
+    }
+
+    pub fn view(&self) -> Nvfp4View<'_> {
+        Nvfp4View {
+            shape: self.shape,
+            w13: &self.w13,
+            s13: &self.s13,
+            alpha1: &self.alpha1,
+            w2: &self.w2,
+            s2: &self.s2,
+            alpha2: &self.alpha2,
+        }
+    }
+
+    pub fn inputs(&self) -> LayerInputs<'_> {
+        LayerInputs {
+            tokens: self.tokens,
+            x: &self.x,
+            x_type: self.x_type,
+            topk_ids: &self.topk_ids,
+            topk_w: &self.topk_w,
+        }
+    }
+
+    /// The reference's answer.
+    pub fn run(&self, mode: Mode) -> Result<LayerResult> {
+        layer(&self.view(), &self.options, &self.inputs(), mode)
+    }
+
+    /// The tokens `range` alone.
+    pub fn tokens_only(&self, range: std::ops::Range<usize>) -> Self {
+        let LayerShape { hidden, top_k, .. } = self.shape;
+        let pairs = range.start * top_k..range.end * top_k;
+        Probe {
+            tokens: range.len(),
+            x: self.x[range.start * hidden..range.end * hidden].to_vec(),
+            topk_ids: self.topk_ids[pairs.clone()].to_vec(),
+            topk_w: self.topk_w[pairs].to_vec(),
+            ..self.clone()
+        }
+    }
+}
+
+/// bf16 bits as numbers.
+pub fn floats(bf16: &[u16]) -> Vec<f32> {
+    bf16.iter().map(|&bits| math::to_f32(Activation::Bf16, bits)).collect()
+}
+
+fn set_code(codes: &mut [u8], index: usize, code: u8) {
+    let byte = &mut codes[index / 2];
+    *byte = if index.is_multiple_of(2) { (*byte & 0xf0) | code } else { (*byte & 0x0f) | code << 4 };
+}
+
+fn fill_padding(scales: &mut [u8], rows: usize, cols: usize, byte: u8) {
+    let len = swizzled_len(rows, cols);
+    let mut used = vec![false; len];
+    for row in 0..rows {
+        for col in 0..cols {
+            used[swizzled_offset(row, col, padded_cols(cols))] = true;
+        }
+    }
+    for expert in scales.chunks_mut(len) {
+        for (scale, _) in expert.iter_mut().zip(&used).filter(|(_, used)| !**used) {
+            *scale = byte;
+        }
+    }
+}
+
+/// A reproducible stream of numbers (splitmix64).
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn in_range(&mut self, low: f32, high: f32) -> f32 {
+        low + (self.next() >> 40) as f32 / (1 << 24) as f32 * (high - low)
+    }
+}

@@ -1,0 +1,604 @@
+//! Formats and packing. Every expectation here is written down or found by search, not by the code under test.
+
+use megamoe::Error;
+use megamoe::formats::nvfp4::alphas_from_processed;
+use megamoe::formats::quantize::{amax, global_scale, quantize, quantize_expert};
+use megamoe::formats::{
+    ExpertShape, ExpertTensors, GlobalScale, LinearScales, Nvfp4Buffers, Nvfp4Experts, Nvfp4Matrix, SwizzledScales,
+    e2m1, e4m3, float16,
+};
+use proptest::prelude::*;
+
+/// Magnitudes of E2M1.
+const E2M1: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+
+/// Magnitudes of the E4M3 codes 0..=0x7E, by walking up: the step doubles with each binade but the first, which has
+/// the step of the subnormals.
+fn e4m3_magnitudes() -> Vec<f64> {
+    let (mut value, mut step) = (0.0, 1.0 / 512.0);
+    (0..0x7F)
+        .map(|code| {
+            let this = value;
+            value += step;
+            if code > 8 && code % 8 == 7 {
+                step *= 2.0;
+            }
+            this
+        })
+        .collect()
+}
+
+/// Code of the nearest magnitude, the even one of two that are equally near.
+fn nearest(magnitudes: &[f64], value: f64) -> u8 {
+    // Far beyond the largest magnitude all distances would round to the same number.
+    let a = value.abs().min(1e6);
+    let distance = |code: usize| (magnitudes[code] - a).abs();
+    (0..magnitudes.len())
+        .min_by(|&x, &y| distance(x).total_cmp(&distance(y)).then((x % 2).cmp(&(y % 2))))
+        .expect("codes") as u8
+}
+
+fn f16_value(bits: u16) -> f64 {
+    let (exponent, mantissa) = (i32::from(bits >> 10 & 31), f64::from(bits & 1023));
+    let magnitude = match exponent {
+        0 => mantissa * 2f64.powi(-24),
+        31 if mantissa == 0.0 => f64::INFINITY,
+        31 => f64::NAN,
+        _ => (1024.0 + mantissa) * 2f64.powi(exponent - 25),
+    };
+    if bits >> 15 == 0 { magnitude } else { -magnitude }
+}
+
+/// Every bf16 and every f16 value, as f32.
+fn all_16_bit_values() -> impl Iterator<Item = f32> {
+    let bf16 = (0..=u16::MAX).map(|bits| f32::from_bits(u32::from(bits) << 16));
+    bf16.chain((0..=u16::MAX).map(|bits| f16_value(bits) as f32))
+}
+
+fn encode_mismatches(magnitudes: &[f64], sign: u8, nan: u8, encode: impl Fn(f32) -> u8) -> usize {
+    all_16_bit_values()
+        .filter(|&value| {
+            let expected = match (value.is_nan(), value.is_sign_negative()) {
+                (true, _) => nan,
+                (false, true) => nearest(magnitudes, f64::from(value)) | sign,
+                (false, false) => nearest(magnitudes, f64::from(value)),
+            };
+            encode(value) != expected
+        })
+        .count()
+}
+
+#[test]
+fn e2m1_all_codes() {
+    for (code, magnitude) in E2M1.into_iter().enumerate() {
+        assert_eq!(f64::from(e2m1::decode(code as u8)), magnitude);
+        assert_eq!(e2m1::decode(code as u8 | 8).to_bits(), (-magnitude as f32).to_bits());
+        assert_eq!(e2m1::encode(magnitude as f32), code as u8);
+        assert_eq!(e2m1::encode(-magnitude as f32), code as u8 | 8);
+    }
+    for byte in 0..=u8::MAX {
+        let (even, odd) = e2m1::unpack(byte);
+        assert_eq!((even, odd), (byte % 16, byte / 16));
+        assert_eq!(e2m1::pack(even, odd), byte);
+    }
+}
+
+#[test]
+fn e2m1_encodes_every_16_bit_value_to_the_nearest() {
+    assert_eq!(encode_mismatches(&E2M1, 8, 7, e2m1::encode), 0);
+    // The check must see a tie that goes the wrong way: 2.5 to 3.
+    assert!(encode_mismatches(&E2M1, 8, 7, |x| if x == 2.5 { 5 } else { e2m1::encode(x) }) > 0);
+}
+
+#[test]
+fn e4m3_all_codes() {
+    let magnitudes = e4m3_magnitudes();
+    assert_eq!((magnitudes[8], magnitudes[0x38], magnitudes[0x7E]), (1.0 / 64.0, 1.0, 448.0));
+    for (code, &magnitude) in magnitudes.iter().enumerate() {
+        let code = code as u8;
+        assert_eq!(e4m3::decode(code).to_bits(), (magnitude as f32).to_bits());
+        assert_eq!(e4m3::decode(code | 0x80).to_bits(), (-magnitude as f32).to_bits());
+        assert_eq!(e4m3::encode(e4m3::decode(code)), code);
+        assert_eq!(e4m3::encode(e4m3::decode(code | 0x80)), code | 0x80);
+    }
+    for nan in [0x7F, 0xFF] {
+        assert_eq!(e4m3::decode(nan).to_bits(), 0x7FFF_FFFF);
+    }
+    assert_eq!((0..=u8::MAX).filter(|&code| e4m3::is_nan(code)).collect::<Vec<_>>(), [0x7F, 0xFF]);
+}
+
+#[test]
+fn e4m3_encodes_every_16_bit_value_to_the_nearest() {
+    let magnitudes = e4m3_magnitudes();
+    assert_eq!(encode_mismatches(&magnitudes, 0x80, 0x7F, e4m3::encode), 0);
+    // The check must see subnormals that are flushed, and a NaN that saturates.
+    let flushing = |x: f32| if x.abs() < 1.0 / 64.0 { e4m3::encode(x) & 0x80 } else { e4m3::encode(x) };
+    assert!(encode_mismatches(&magnitudes, 0x80, 0x7F, flushing) > 0);
+    assert!(encode_mismatches(&magnitudes, 0x80, 0x7F, |x| e4m3::encode(if x.is_nan() { 448.0 } else { x })) > 0);
+}
+
+#[test]
+fn e4m3_encode_special_values() {
+    for (value, code) in [
+        (0.0, 0x00),
+        (-0.0, 0x80),
+        (448.0, 0x7E),
+        (464.0, 0x7E),
+        (1e30, 0x7E),
+        (f32::INFINITY, 0x7E),
+        (f32::NEG_INFINITY, 0xFE),
+        (-500.0, 0xFE),
+        (f32::NAN, 0x7F),
+        (-f32::NAN, 0x7F),
+        (f32::MIN_POSITIVE / 2.0, 0x00),
+        (1.0 / 1024.0, 0x00),
+        (1.5 / 512.0, 0x02),
+        (f32::from_bits(0x3A80_0001), 0x01),
+    ] {
+        assert_eq!(e4m3::encode(value), code, "{value}");
+    }
+}
+
+proptest! {
+    #[test]
+    fn e4m3_encodes_any_f32_to_the_nearest(bits in any::<u32>()) {
+        let value = f32::from_bits(bits);
+        prop_assume!(!value.is_nan());
+        let sign = if value.is_sign_negative() { 0x80 } else { 0 };
+        prop_assert_eq!(e4m3::encode(value), nearest(&e4m3_magnitudes(), f64::from(value)) | sign);
+    }
+}
+
+/// Rounding to a 16-bit float is right if it is right at, just below and just above every midpoint of neighbours.
+fn rounding_faults(max: u16, value: impl Fn(u16) -> f64, from_f32: impl Fn(f32) -> u16) -> usize {
+    let mut faults = 0;
+    for bits in 0..=max {
+        let (low, step) = (value(bits), value(bits) - value(bits.saturating_sub(1)));
+        // Beyond the largest finite value the grid goes on, and its next point stands for infinity.
+        let high = if bits == max { low + step } else { value(bits + 1) };
+        let middle = ((low + high) / 2.0) as f32;
+        assert_eq!(f64::from(middle), (low + high) / 2.0, "a midpoint is exact");
+        let even = if bits % 2 == 0 { bits } else { bits + 1 };
+        for (x, expected) in
+            [(low as f32, bits), (middle.next_down(), bits), (middle, even), (middle.next_up(), bits + 1)]
+        {
+            faults += usize::from(from_f32(x) != expected) + usize::from(from_f32(-x) != expected | 0x8000);
+        }
+    }
+    faults
+}
+
+#[test]
+fn bf16_rounds_to_nearest_even() {
+    let value = |bits: u16| f64::from(f32::from_bits(u32::from(bits) << 16));
+    assert_eq!(rounding_faults(0x7F7F, value, float16::bf16_from_f32), 0);
+    assert!(rounding_faults(0x7F7F, value, |x| (x.to_bits() >> 16) as u16) > 0, "truncation must be seen");
+}
+
+#[test]
+fn f16_rounds_to_nearest_even() {
+    assert_eq!(rounding_faults(0x7BFF, f16_value, float16::f16_from_f32), 0);
+    assert!(rounding_faults(0x7BFF, f16_value, |x| float16::f16_from_f32(x.next_down())) > 0);
+    assert_eq!(float16::f16_from_f32(65520.0), 0x7C00);
+    assert_eq!(float16::f16_from_f32(65520f32.next_down()), 0x7BFF);
+}
+
+#[test]
+fn sixteen_bit_values_widen_exactly_and_nan_is_one() {
+    for bits in 0..=u16::MAX {
+        let bf16 = f32::from_bits(u32::from(bits) << 16);
+        let expected = if bf16.is_nan() { 0x7FFF_FFFF } else { bf16.to_bits() };
+        assert_eq!(float16::bf16_to_f32(bits).to_bits(), expected);
+        let f16 = f16_value(bits);
+        let expected = if f16.is_nan() { 0x7FFF_FFFF } else { (f16 as f32).to_bits() };
+        assert_eq!(float16::f16_to_f32(bits).to_bits(), expected);
+    }
+    for nan in [0x7F80_0001, 0x7FC0_0000, 0xFFC0_0000, 0xFFFF_FFFF, 0xFF80_0001u32].map(f32::from_bits) {
+        assert_eq!((float16::bf16_from_f32(nan), float16::f16_from_f32(nan)), (0x7FFF, 0x7FFF));
+        assert_eq!(float16::canonical_f32(nan).to_bits(), 0x7FFF_FFFF);
+    }
+}
+
+// ---- scales -------------------------------------------------------------------------------------------------------
+
+#[test]
+fn b2_swizzle_of_rows_and_columns_off_the_tile() {
+    let bytes: Vec<u8> = (0..320 * 22).map(|i| (i % 255 + 1) as u8).collect();
+    let linear = LinearScales::new("s", 320, 22, bytes.clone()).unwrap();
+    let swizzled = SwizzledScales::swizzle("s", std::slice::from_ref(&linear)).unwrap();
+    assert_eq!(swizzled.bytes().len(), 9216);
+    for (row, col, offset) in [(1, 0, 16), (32, 0, 4), (33, 5, 533), (127, 21, 3069), (128, 0, 3072), (319, 21, 9205)] {
+        assert_eq!(swizzled.bytes()[offset], bytes[row * 22 + col], "({row}, {col})");
+        assert_eq!(swizzled.get(0, row, col), bytes[row * 22 + col]);
+    }
+    assert_eq!(swizzled.bytes().iter().filter(|&&byte| byte == 0).count(), 9216 - 320 * 22, "padding is 0");
+    assert_eq!(swizzled.unswizzle(0), linear);
+    // Eight columns, no padding of columns.
+    let bytes: Vec<u8> = (0..256 * 8).map(|i| (i * 7 % 251) as u8).collect();
+    let linear = LinearScales::new("s", 256, 8, bytes.clone()).unwrap();
+    let swizzled = SwizzledScales::swizzle("s", &[linear]).unwrap();
+    assert_eq!(swizzled.bytes()[1042], bytes[129 * 8 + 2]);
+    assert_eq!(swizzled.bytes()[2047], bytes[255 * 8 + 7]);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn swizzle_is_a_bijection(experts in 1usize..4, rows in 1usize..400, cols in 1usize..40, seed in any::<u64>()) {
+        let byte = |i: usize| (seed.wrapping_mul(i as u64 * 2 + 1) >> 32) as u8 | 1;
+        let matrices: Vec<LinearScales> = (0..experts)
+            .map(|e| LinearScales::new("s", rows, cols, (0..rows * cols).map(|i| byte(e * 31 + i)).collect::<Vec<_>>()).unwrap())
+            .collect();
+        let swizzled = SwizzledScales::swizzle("s", &matrices).unwrap();
+        prop_assert_eq!(swizzled.stride(), rows.div_ceil(128) * 128 * cols.div_ceil(4) * 4);
+        prop_assert_eq!(swizzled.bytes().len(), experts * swizzled.stride());
+        // No scale is 0, so as many bytes are set as there are scales only if no two share a place.
+        prop_assert_eq!(swizzled.bytes().iter().filter(|&&b| b != 0).count(), experts * rows * cols);
+        for (e, matrix) in matrices.iter().enumerate() {
+            prop_assert_eq!(&swizzled.unswizzle(e), matrix);
+        }
+        let again = SwizzledScales::from_bytes("s", swizzled.bytes().to_vec(), experts, rows, cols).unwrap();
+        prop_assert_eq!(again, swizzled);
+    }
+}
+
+#[test]
+fn scales_of_a_wrong_length_name_the_buffer() {
+    let name = |error| match error {
+        Error::BufferLength { name, given, needed } => (name, given, needed),
+        other => panic!("{other}"),
+    };
+    assert_eq!(name(LinearScales::new("up", 3, 4, vec![0; 11]).unwrap_err()), ("up", 11, 12));
+    assert_eq!(name(SwizzledScales::from_bytes("s2", vec![0; 511], 1, 3, 4).unwrap_err()), ("s2", 511, 512));
+    for error in [
+        SwizzledScales::from_bytes("s13", vec![], usize::MAX, 128, 4).unwrap_err(),
+        SwizzledScales::from_bytes("s13", vec![], 1, usize::MAX, 4).unwrap_err(),
+        SwizzledScales::zeroed("s13", 2, usize::MAX / 256, usize::MAX / 4).unwrap_err(),
+        SwizzledScales::zeroed("s13", 1, 1 << 61, 4).unwrap_err(),
+        SwizzledScales::zeroed("s13", 1, 1 << 58, 4).unwrap_err(),
+        LinearScales::new("s13", usize::MAX, 2, vec![]).unwrap_err(),
+        SwizzledScales::swizzle("s13", &[]).unwrap_err(),
+    ] {
+        assert!(matches!(error, Error::Argument { name: "s13", .. }), "{error}");
+    }
+}
+
+// ---- the packer, on the probe of the public bug reports -----------------------------------------------------------
+
+const E: usize = 4;
+const K: usize = 1024;
+const I: usize = 128;
+const H: usize = 128;
+
+/// A matrix of zeros with all block scales 1, and the bytes that are set in it.
+struct Zeros {
+    rows: usize,
+    cols: usize,
+    codes: Vec<(usize, u8)>,
+    scales: Vec<(usize, u8)>,
+    global: GlobalScale,
+}
+
+impl Zeros {
+    fn new(rows: usize, cols: usize, first_byte: u8, global: GlobalScale) -> Self {
+        Zeros { rows, cols, codes: vec![(0, first_byte)], scales: vec![], global }
+    }
+
+    fn build(&self) -> Nvfp4Matrix<'static> {
+        let mut codes = vec![0; self.rows * self.cols / 2];
+        let mut scales = vec![0x38; self.rows * self.cols / 16];
+        self.codes.iter().for_each(|&(at, byte)| codes[at] = byte);
+        self.scales.iter().for_each(|&(at, byte)| scales[at] = byte);
+        let scales = LinearScales::new("scales", self.rows, self.cols / 16, scales).unwrap();
+        Nvfp4Matrix::new(self.rows, self.cols, codes, scales, self.global).unwrap()
+    }
+}
+
+const ONE: GlobalScale = GlobalScale::Multiplier(1.0);
+
+/// Gate, up and down of the probe's experts.
+fn probe() -> [Zeros; 3] {
+    [Zeros::new(I, K, 0x06, ONE), Zeros::new(I, K, 0x01, ONE), Zeros::new(H, I, 0x02, ONE)]
+}
+
+fn pack(parts: &[Zeros; 3]) -> Nvfp4Experts {
+    let [gate, up, down] = parts.each_ref().map(Zeros::build);
+    Nvfp4Experts::pack(&vec![ExpertTensors { gate, up, down }; E]).unwrap()
+}
+
+/// out[0] of one token with x = `x` from k = 0 on, routed to expert 1, read from the packed bytes by the published
+/// layout: [up; gate] rows, low nibble first, 128x4 swizzle.
+fn probe_out(experts: &Nvfp4Experts, x: &[f64]) -> f32 {
+    let e4m3 = e4m3_magnitudes();
+    let dot = |codes: &[u8], scales: &[u8], cols: usize, expert: usize, rows: usize, row: usize, x: &[f64]| -> f64 {
+        let blocks = cols / 16;
+        let stride = rows.div_ceil(128) * 128 * blocks;
+        x.iter()
+            .enumerate()
+            .map(|(k, x)| {
+                let byte = codes[(expert * rows + row) * cols / 2 + k / 2];
+                let code = if k % 2 == 0 { byte & 15 } else { byte >> 4 };
+                let c = k / 16;
+                let at = (row / 128 * (blocks / 4) + c / 4) * 512 + row % 32 * 16 + row / 32 % 4 * 4 + c % 4;
+                let sign = if code & 8 == 0 { 1.0 } else { -1.0 };
+                sign * E2M1[usize::from(code & 7)] * e4m3[usize::from(scales[expert * stride + at])] * x
+            })
+            .sum()
+    };
+    let [up_alpha, gate_alpha] = experts.alpha1()[1].map(f64::from);
+    let h: Vec<f64> = (0..I)
+        .map(|row| {
+            let up = up_alpha * dot(experts.w13(), experts.s13().bytes(), K, 1, 2 * I, row, x);
+            let gate = gate_alpha * dot(experts.w13(), experts.s13().bytes(), K, 1, 2 * I, I + row, x);
+            gate / (1.0 + (-gate).exp()) * up
+        })
+        .collect();
+    (f64::from(experts.alpha2()[1]) * dot(experts.w2(), experts.s2().bytes(), I, 1, H, 0, &h)) as f32
+}
+
+#[test]
+fn probe_gives_128() {
+    assert_eq!(probe_out(&pack(&probe()), &[8.0]), 128.0);
+}
+
+#[test]
+fn a1_each_half_has_its_own_global_scale() {
+    let mut parts = probe();
+    parts[1].global = GlobalScale::Multiplier(0.5);
+    let experts = pack(&parts);
+    assert_eq!(experts.alpha1(), [[0.5, 1.0]; E]);
+    assert_eq!(probe_out(&experts, &[8.0]), 64.0);
+}
+
+#[test]
+fn a3_divisor_and_multiplier_give_the_same_bits() {
+    let mut results = Vec::new();
+    for global in [GlobalScale::Divisor(4.0), GlobalScale::Multiplier(0.25)] {
+        let mut parts = probe();
+        parts[0].global = global;
+        parts[1].global = global;
+        let experts = pack(&parts);
+        assert_eq!(probe_out(&experts, &[32.0]), 128.0);
+        results.push(experts);
+    }
+    assert_eq!(results[0], results[1]);
+}
+
+#[test]
+fn a5_missing_scales_are_named_with_all_experts() {
+    let bad = [0.125, 0.0, f32::NAN, f32::INFINITY];
+    match alphas_from_processed(&[1.0; 4], &bad).unwrap_err() {
+        Error::Experts { name: "input_scale", experts, .. } => assert_eq!(experts, [1, 2, 3]),
+        other => panic!("{other}"),
+    }
+    assert_eq!(alphas_from_processed(&[0.25, 0.0], &[0.125, 2.0]).unwrap(), [2.0, 0.0]);
+
+    let with_alpha1 = |alpha1: [f32; 4]| {
+        let experts = pack(&probe());
+        let shape = experts.shape();
+        let alpha1 = alpha1.map(|alpha| [alpha, alpha]).to_vec();
+        Nvfp4Experts::new(shape, Nvfp4Buffers { alpha1, ..experts.into_buffers() })
+    };
+    match with_alpha1([1.0, 1.0, f32::NAN, f32::INFINITY]).unwrap_err() {
+        Error::Experts { name: "alpha1", experts, .. } => assert_eq!(experts, [2, 3]),
+        other => panic!("{other}"),
+    }
+    let dead = with_alpha1([1.0, 0.0, 1.0, 1.0]).expect("alpha 0 is a dead expert");
+    assert_eq!(probe_out(&dead, &[8.0]), 0.0);
+
+    // The packer takes no scale that a checkpoint cannot mean, and says of which experts.
+    let [gate, up, down] = probe().map(|part| part.build());
+    let mut experts = vec![ExpertTensors { gate, up, down }; E];
+    for (expert, global) in [(1, GlobalScale::Divisor(0.0)), (3, GlobalScale::Divisor(f32::NAN))] {
+        experts[expert].up = Zeros::new(I, K, 1, global).build();
+    }
+    match Nvfp4Experts::pack(&experts).unwrap_err() {
+        Error::Experts { name: "weight_global_scale", experts, problem } => {
+            assert_eq!(experts, [1, 3]);
+            assert!(problem.contains("up"), "{problem}");
+        }
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn a7_subnormal_block_scale() {
+    let mut parts = probe();
+    parts[1] = Zeros { scales: vec![(0, 0x01)], ..Zeros::new(I, K, 0x06, ONE) };
+    assert_eq!(probe_out(&pack(&parts), &[8.0]), 2.0);
+    for (code, value) in [(0x01, 1.0 / 512.0), (0x07, 7.0 / 512.0), (0x08, 1.0 / 64.0), (0x80, -0.0), (0xB8, -1.0)] {
+        assert_eq!(e4m3::decode(code).to_bits(), f32::to_bits(value));
+    }
+}
+
+#[test]
+fn a_nan_block_scale_makes_its_block_nan_and_no_other() {
+    for nan in [0x7F, 0xFF] {
+        let matrix = Zeros { scales: vec![(1, nan)], ..Zeros::new(I, K, 0x96, ONE) }.build();
+        let weights = matrix.dequantize();
+        assert!(weights[16..32].iter().all(|weight| weight.to_bits() == 0x7FFF_FFFF), "{:?}", &weights[16..32]);
+        assert_eq!(weights.iter().filter(|weight| weight.is_nan()).count(), 16);
+        assert_eq!(weights[..2], [4.0, -0.5]);
+    }
+}
+
+#[test]
+fn b1_up_comes_first_in_codes_and_scales() {
+    let mut parts = probe();
+    parts[1] = Zeros::new(I, K, 0x09, ONE);
+    assert_eq!(probe_out(&pack(&parts), &[8.0]), -128.0);
+    parts[1].scales = vec![(0, 0x30)];
+    assert_eq!(probe_out(&pack(&parts), &[8.0]), -64.0);
+}
+
+#[test]
+fn b5_padding_rule_of_the_scales_is_that_of_the_layout() {
+    let shape = ExpertShape { experts: 2, hidden: 64, intermediate: 1856, output: 64 };
+    let scales = |rows: usize| SwizzledScales::from_bytes("s13", vec![0; 2 * rows * 4], 2, 3712, 4);
+    let buffers = |s13| Nvfp4Buffers {
+        w13: vec![0; 2 * 3712 * 32],
+        s13,
+        alpha1: vec![[1.0; 2]; 2],
+        w2: vec![0; 2 * 64 * 928],
+        s2: SwizzledScales::zeroed("s2", 2, 64, 116).unwrap(),
+        alpha2: vec![1.0; 2],
+    };
+    Nvfp4Experts::new(shape, buffers(scales(3712).unwrap())).unwrap();
+    let error = scales(3840).unwrap_err();
+    assert!(matches!(error, Error::BufferLength { name: "s13", given: 30720, needed: 29696 }), "{error}");
+    let wide = SwizzledScales::from_bytes("s13", vec![0; 2 * 3840 * 4], 2, 3840, 4).unwrap();
+    let error = Nvfp4Experts::new(shape, buffers(wide)).unwrap_err();
+    assert!(matches!(error, Error::Argument { name: "s13", .. }) && error.to_string().contains("3840"), "{error}");
+}
+
+#[test]
+fn b7_low_nibble_is_the_even_element() {
+    let mut parts = probe();
+    parts[1] = Zeros::new(I, K, 0x24, ONE);
+    assert_eq!(probe_out(&pack(&parts), &[8.0, 0.0]), 512.0);
+    assert_eq!(parts[1].build().dequantize()[..3], [2.0, 1.0, 0.0]);
+}
+
+#[test]
+fn wrong_shapes_and_lengths_name_the_argument() {
+    let good = pack(&probe());
+    let shape = good.shape();
+    let argument = |shape: ExpertShape| match Nvfp4Experts::new(shape, good.clone().into_buffers()).unwrap_err() {
+        Error::Argument { name, .. } => name,
+        other => panic!("{other}"),
+    };
+    for experts in [0, 4097, usize::MAX] {
+        assert_eq!(argument(ExpertShape { experts, ..shape }), "experts");
+    }
+    for size in [0, 8, 1000, usize::MAX] {
+        assert_eq!(argument(ExpertShape { hidden: size, ..shape }), "hidden");
+        assert_eq!(argument(ExpertShape { intermediate: size, ..shape }), "intermediate");
+    }
+    assert_eq!(argument(ExpertShape { output: 0, ..shape }), "output");
+    assert_eq!(argument(ExpertShape { hidden: usize::MAX - 15, ..shape }), "w13");
+    assert_eq!(argument(ExpertShape { output: usize::MAX, ..shape }), "w2");
+
+    let with = |change: &dyn Fn(&mut Nvfp4Buffers)| {
+        let mut buffers = good.clone().into_buffers();
+        change(&mut buffers);
+        match Nvfp4Experts::new(shape, buffers).unwrap_err() {
+            Error::BufferLength { name, .. } | Error::Argument { name, .. } | Error::Experts { name, .. } => name,
+            other => panic!("{other}"),
+        }
+    };
+    assert_eq!(with(&|b| b.w13.truncate(b.w13.len() - 1)), "w13");
+    assert_eq!(with(&|b| b.w2.push(0)), "w2");
+    assert_eq!(with(&|b| b.alpha1.truncate(3)), "alpha1");
+    assert_eq!(with(&|b| b.alpha2.push(1.0)), "alpha2");
+    assert_eq!(with(&|b| b.alpha2[2] = f32::NEG_INFINITY), "alpha2");
+    assert_eq!(with(&|b| b.alpha1[0][1] = f32::NAN), "alpha1");
+    assert_eq!(with(&|b| std::mem::swap(&mut b.s13, &mut b.s2)), "s13");
+    assert_eq!(with(&|b| b.s2 = b.s13.clone()), "s2");
+
+    let [gate, up, down] = probe().map(|part| part.build());
+    let tall = Zeros::new(I + 16, K, 0, ONE).build();
+    let expert = ExpertTensors { gate, up, down };
+    let odd = ExpertTensors { up: tall, ..expert.clone() };
+    match Nvfp4Experts::pack(&[expert.clone(), odd.clone(), expert, odd]).unwrap_err() {
+        Error::Experts { name: "up", experts, .. } => assert_eq!(experts, [1, 3]),
+        other => panic!("{other}"),
+    }
+    assert!(Nvfp4Experts::pack(&[]).is_err());
+}
+
+// ---- quantiser ----------------------------------------------------------------------------------------------------
+
+fn bf16(values: &[f32]) -> Vec<u16> {
+    values.iter().map(|&value| float16::bf16_from_f32(value)).collect()
+}
+
+#[test]
+fn quantiser_by_hand() {
+    // amax 2688 makes the global scale 1. Block 0: amax 2688, scale 448. Block 1: amax 6, scale 1.
+    // Block 2: zeros of both signs. Block 3: amax 2^-13, below the smallest scale's reach.
+    let mut weights = vec![0f32; 64];
+    weights[0] = 2688.0;
+    weights[1] = -224.0;
+    weights[2] = -100.0;
+    weights[16..24].copy_from_slice(&[6.0, 5.0, 2.5, 0.25, -0.25, -0.75, 1.75, -3.5]);
+    weights[32] = -0.0;
+    weights[48] = -(0.5f32.powi(13));
+    let matrix = quantize("w", &bf16(&weights), 2, 32, global_scale(2688.0)).unwrap();
+    assert_eq!(matrix.global(), GlobalScale::Multiplier(1.0));
+    assert_eq!(matrix.scales().bytes(), [0x7E, 0x38, 0x00, 0x01]);
+    let mut codes = [0u8; 32];
+    codes[0] = 0x97; // 6, then -224/448 = -0.5
+    codes[1] = 0x08; // -100/448 rounds to -0
+    codes[8..12].copy_from_slice(&[0x67, 0x04, 0xA8, 0xE4]);
+    codes[24] = 0x08; // -2^-13/2^-9 = -1/16 rounds to -0
+    assert_eq!(matrix.codes(), codes);
+    assert_eq!(matrix.dequantize()[..2], [2688.0, -224.0]);
+}
+
+#[test]
+fn quantiser_refuses_what_it_cannot_represent() {
+    let argument = |result: megamoe::Result<_>| match result.map(|_: Nvfp4Matrix| ()).unwrap_err() {
+        Error::Argument { name, .. } | Error::BufferLength { name, .. } => name,
+        other => panic!("{other}"),
+    };
+    assert_eq!(argument(quantize("gate", &bf16(&[f32::NAN; 16]), 1, 16, 1.0)), "gate");
+    assert_eq!(argument(quantize("gate", &bf16(&[f32::INFINITY; 16]), 1, 16, 1.0)), "gate");
+    assert_eq!(argument(quantize("gate", &[0; 15], 1, 16, 1.0)), "gate");
+    assert_eq!(argument(quantize("gate", &[0; 24], 1, 24, 1.0)), "cols");
+    for global in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        assert_eq!(argument(quantize("gate", &[0; 16], 1, 16, global)), "global");
+    }
+    assert!(quantize_expert(&[], &[], &[], 16, 0).is_err());
+    assert!(quantize_expert(&[0; 256], &[0; 256], &[0; 250], 16, 16).is_err());
+}
+
+proptest! {
+    #[test]
+    fn quantised_weights_are_near_and_zeros_stay(
+        gate in prop::collection::vec(-4.0f32..4.0, 16 * 32),
+        up in prop::collection::vec(-0.5f32..0.5, 16 * 32),
+        zero_block in 0usize..32,
+    ) {
+        let mut gate = bf16(&gate);
+        gate[zero_block * 16..][..16].fill(0);
+        let up = bf16(&up);
+        let expert = quantize_expert(&gate, &up, &gate, 32, 16).unwrap();
+        prop_assert_eq!(expert.gate.global(), expert.up.global());
+        prop_assert_eq!(
+            expert.gate.global().stored(),
+            amax("gate", &gate).unwrap().max(amax("up", &up).unwrap()) / 2688.0
+        );
+        prop_assert_eq!(expert.gate.scales().bytes()[zero_block], 0);
+        for (matrix, source) in [(&expert.gate, &gate), (&expert.up, &up), (&expert.down, &gate)] {
+            for (block, source) in matrix.dequantize().chunks(16).zip(source.chunks(16)) {
+                let source: Vec<f32> = source.iter().map(|&bits| f32::from_bits(u32::from(bits) << 16)).collect();
+                let block_amax = source.iter().fold(0f32, |a, x| a.max(x.abs()));
+                for (q, w) in block.iter().zip(&source) {
+                    // Half the widest step (2 of 6), the scale's own rounding (1/16), and the smallest scale's reach.
+                    let bound = block_amax * (1.0 / 6.0 + 1.0 / 15.0) + matrix.global().stored() / 512.0;
+                    prop_assert!((q - w).abs() <= bound, "{q} for {w}, largest {block_amax}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn unpacking_gives_what_was_packed(seed in any::<u64>(), experts in 1usize..4, i in 1usize..10, k in 1usize..6, h in 1usize..20) {
+        let mut state = seed | 1;
+        let mut byte = || { state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407); (state >> 56) as u8 };
+        let (i, k) = (i * 16, k * 16);
+        let mut matrix = |rows: usize, cols: usize| {
+            let codes: Vec<u8> = (0..rows * cols / 2).map(|_| byte()).collect();
+            let scales: Vec<u8> = (0..rows * cols / 16).map(|_| byte()).collect();
+            let global = GlobalScale::Multiplier(f32::from(byte()) + 0.5);
+            Nvfp4Matrix::new(rows, cols, codes, LinearScales::new("s", rows, cols / 16, scales).unwrap(), global).unwrap()
+        };
+        let tensors: Vec<ExpertTensors> =
+            (0..experts).map(|_| ExpertTensors { gate: matrix(i, k), up: matrix(i, k), down: matrix(h, i) }).collect();
+        let packed = Nvfp4Experts::pack(&tensors).unwrap();
+        prop_assert_eq!(packed.shape(), ExpertShape { experts, hidden: k, intermediate: i, output: h });
+        for (e, expert) in tensors.iter().enumerate() {
+            prop_assert_eq!(&packed.unpack(e), expert);
+        }
+    }
+}

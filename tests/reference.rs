@@ -1,0 +1,777 @@
+//! The CPU reference against answers known beforehand: public bug reports turned into inputs, definitions spelled out
+//! a second time, and f64.
+
+mod common;
+
+use common::probe::{ONE, Probe, Random, SHAPE, floats};
+use kernels_gpu::layout::scale::{padded_cols, swizzled_offset};
+use megamoe::reference::mma::{NAN, mma16};
+use megamoe::reference::{LayerInputs, Mode, Status, combine, fc1, fc2, layer_bound, math, route_prep, sum_bound};
+use megamoe::{Activation, Error, LayerOptions, LayerShape, Order, Split, XType};
+use rayon::prelude::*;
+
+const ACTIVATIONS: [Activation; 2] = [Activation::Bf16, Activation::F16];
+const MODES: [Mode; 2] = [Mode::Exact, Mode::Fast];
+
+fn options(activation: Activation, split: Split) -> LayerOptions {
+    LayerOptions { activation, order: Order::Seed { split }, limit: None }
+}
+
+/// The output of an exact probe, after checking that all splits, activations and modes agree on it and set no status.
+fn answer(probe: &Probe) -> Vec<f32> {
+    let mut probe = probe.clone();
+    let limit = probe.options.limit;
+    let wanted = probe.run(Mode::Exact).unwrap();
+    for activation in ACTIVATIONS {
+        for split in Split::ALL {
+            for mode in MODES {
+                probe.options = LayerOptions { limit, ..options(activation, split) };
+                assert_eq!(probe.run(mode).unwrap(), wanted, "{activation:?} {split:?} {mode:?}");
+            }
+        }
+    }
+    assert_eq!(wanted.status, Status::default());
+    floats(&wanted.out)
+}
+
+/// `first`, then zeros, for every token.
+fn assert_first_column(probe: &Probe, first: &[f32]) {
+    let out = answer(probe);
+    let width = probe.shape.output;
+    assert_eq!(out.len(), first.len() * width);
+    for (token, (row, &first)) in out.chunks(width).zip(first).enumerate() {
+        assert_eq!(row[0].to_bits(), first.to_bits(), "token {token}: {} instead of {first}", row[0]);
+        assert!(row[1..].iter().all(|y| y.to_bits() == 0), "token {token}");
+    }
+}
+
+fn argument_of(error: Error) -> &'static str {
+    match error {
+        Error::Argument { name, .. } | Error::BufferLength { name, .. } | Error::Experts { name, .. } => name,
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn probe() {
+    assert_first_column(&Probe::new(), &[128.0]);
+}
+
+#[test]
+fn a1_each_half_has_its_own_global_scale() {
+    let mut probe = Probe::new();
+    probe.alpha1 = vec![[0.5, 1.0]; 4];
+    assert_first_column(&probe, &[64.0]);
+}
+
+#[test]
+fn a5_alphas_that_are_not_finite_are_all_named() {
+    let mut probe = Probe::new();
+    probe.alpha1 = vec![[1.0; 2], [1.0; 2], [1.0, f32::NAN], [f32::INFINITY, 1.0]];
+    let error = probe.run(Mode::Exact).unwrap_err();
+    assert!(matches!(&error, Error::Experts { name: "alpha1", experts, .. } if *experts == [2, 3]), "{error}");
+    let mut probe = Probe::new();
+    probe.alpha2[3] = f32::NAN;
+    assert_eq!(argument_of(probe.run(Mode::Exact).unwrap_err()), "alpha2");
+    probe.alpha2[3] = 0.0;
+    assert_first_column(&probe, &[128.0]);
+}
+
+#[test]
+fn a7_subnormal_block_scale() {
+    let mut probe = Probe::new();
+    probe.set_up(1, 0, 0, 0x6);
+    probe.set_s13(1, 0, 0, 0x01);
+    assert_first_column(&probe, &[2.0]);
+}
+
+#[test]
+fn a7_all_block_scales() {
+    for (byte, value) in [(0x07, 7.0 / 512.0), (0x08, 1.0 / 64.0), (0x80, -0.0), (0xb8, -1.0), (0x7e, 448.0)] {
+        assert_eq!(math::e4m3(byte), value);
+    }
+    let shape = LayerShape { hidden: 32, intermediate: 16, output: 2, ..SHAPE };
+    for byte in 0..=255u8 {
+        let mut probe = Probe::with_shape(shape, 1);
+        probe.set_up(1, 0, 0, 0x2);
+        probe.set_s13(1, 0, 0, byte);
+        // The value by a table of exponents: 2^-9 · mantissa, doubled for each exponent step above the subnormals.
+        let (exponent, mantissa) = (byte >> 3 & 15, byte & 7);
+        let magnitude = match exponent {
+            0 => f32::from(mantissa) / 512.0,
+            _ => (f32::from(mantissa) + 8.0) / 512.0 * 2f32.powi(i32::from(exponent) - 1),
+        };
+        let wanted = if byte & 0x7f == 0x7f {
+            f32::from_bits(NAN)
+        } else if magnitude == 0.0 {
+            0.0 // the tensor cores' zeros are +0
+        } else {
+            256.0 * if byte & 0x80 == 0 { magnitude } else { -magnitude }
+        };
+        if wanted.is_nan() {
+            let out = probe.run(Mode::Exact).unwrap().out;
+            // h[0] is NaN, and every output row has a weight for it: 0·NaN.
+            assert!(out.iter().all(|&y| y == 0x7fff), "{byte:02x}");
+        } else if wanted.abs() <= 448.0 * 128.0 {
+            assert_first_column(&probe, &[wanted]);
+        } else {
+            assert_eq!(floats(&probe.run(Mode::Exact).unwrap().out)[0], wanted, "{byte:02x}");
+        }
+    }
+}
+
+#[test]
+fn b1_up_rows_come_first() {
+    let mut probe = Probe::new();
+    probe.set_up(1, 0, 0, 0x9);
+    assert_first_column(&probe, &[-128.0]);
+    probe.set_s13(1, 0, 0, 0x30);
+    assert_first_column(&probe, &[-64.0]);
+}
+
+#[test]
+fn b7_even_k_in_the_low_nibble() {
+    let mut probe = Probe::new();
+    probe.w13[1 << 17] = 0x24;
+    assert_first_column(&probe, &[512.0]);
+}
+
+fn d1_weights(top_k: usize, tokens: usize) -> Probe {
+    let mut probe = Probe::with_shape(LayerShape { top_k, ..SHAPE }, tokens);
+    for (expert, code) in [1, 2, 4, 5].into_iter().enumerate() {
+        probe.set_w2(expert, 0, 0, code);
+    }
+    probe
+}
+
+#[test]
+fn d1_skipped_pairs() {
+    let mut probe = d1_weights(2, 3);
+    probe.topk_ids = vec![1, -1, -1, -1, -1, 2];
+    probe.topk_w = vec![0.5, 0.25, 9.0, 9.0, 1.0, 2.0];
+    assert_first_column(&probe, &[64.0, 0.0, 512.0]);
+    // Any id below 0 is skipped and remarked by nobody; one from E on is skipped and sets the status.
+    probe.topk_ids[1] = i32::MIN;
+    assert_first_column(&probe, &[64.0, 0.0, 512.0]);
+    for bad in [4, 5, i32::MAX] {
+        probe.topk_ids[1] = bad;
+        for mode in MODES {
+            let result = probe.run(mode).unwrap();
+            assert_eq!(result.status, Status { bad_id: true, f16_range: false });
+            assert_eq!(floats(&result.out)[0], 64.0);
+        }
+    }
+}
+
+#[test]
+fn d1_combine_does_not_read_rows_of_skipped_pairs() {
+    let route = route_prep(&[1, -1, -1, -1, -1, 2], 2, 4).unwrap();
+    let nan = f32::NAN;
+    let out = combine(&[64.0, nan, nan, nan, nan, 512.0], 1, &route).unwrap();
+    assert_eq!(floats(&out), [64.0, 0.0, 512.0]);
+    // The sum starts at +0.
+    assert_eq!(combine(&[-0.0, nan, nan, nan, nan, -0.0], 1, &route).unwrap(), [0, 0, 0]);
+}
+
+#[test]
+fn d3_an_expert_twice_for_one_token() {
+    let mut probe = d1_weights(2, 1);
+    probe.topk_ids = vec![2, 2];
+    probe.topk_w = vec![0.25, 0.5];
+    assert_first_column(&probe, &[192.0]);
+    let mut probe = d1_weights(8, 9);
+    probe.topk_ids.fill(2);
+    probe.topk_w.fill(0.125);
+    assert_first_column(&probe, &[256.0; 9]);
+}
+
+#[test]
+fn e1_no_tokens() {
+    let probe = Probe::with_shape(SHAPE, 0);
+    for mode in MODES {
+        let result = probe.run(mode).unwrap();
+        assert_eq!((result.out.len(), result.status), (0, Status::default()));
+    }
+    assert_eq!(layer_bound(&probe.view(), &probe.options, &probe.inputs()).unwrap(), [0.0; 0]);
+    assert_first_column(&Probe::new(), &[128.0]);
+}
+
+#[test]
+fn e5_all_tokens_on_the_last_expert() {
+    for tokens in [9, 4096] {
+        let mut probe = Probe::with_shape(LayerShape { experts: 384, ..SHAPE }, tokens);
+        probe.topk_ids.fill(383);
+        probe.set_up(383, 0, 0, 0);
+        probe.set_up(383, 0, 1, 1);
+        for token in 0..tokens {
+            probe.set_x(token, 1, (2 * (token % 16)) as f32);
+        }
+        let out = floats(&probe.run(Mode::Exact).unwrap().out);
+        for (token, row) in out.chunks(128).enumerate() {
+            assert_eq!(row[0], (32 * (token % 16)) as f32);
+            assert!(row[1..].iter().all(|y| y.to_bits() == 0));
+        }
+    }
+}
+
+/// Every k and every intermediate row counts once: G = 32 from the last eight k, U = K, so out = 32·K·I.
+#[test]
+fn f_shapes_off_the_tile_grid() {
+    for hidden in [16, 32, 112, 128, 144, 256, 272, 528] {
+        for (intermediate, output) in [(16, 1), (48, 7), (128, 130), (160, 64), (320, 3)] {
+            let shape = LayerShape { hidden, intermediate, output, experts: 3, top_k: 1 };
+            let mut probe = Probe::blank(shape, 2);
+            probe.fill_padding(0x7f);
+            probe.topk_ids = vec![2, 0];
+            probe.x.fill(0x3f80);
+            for expert in 0..3 {
+                for n in 0..intermediate {
+                    (0..hidden).for_each(|k| probe.set_up(expert, n, k, 2));
+                    (hidden - 8..hidden).for_each(|k| probe.set_gate(expert, n, k, 6));
+                    (0..output).for_each(|row| probe.set_w2(expert, row, n, 2));
+                }
+            }
+            let out = answer_in_bf16(&probe);
+            let wanted = (32 * hidden * intermediate) as f32;
+            let wanted = math::to_f32(Activation::Bf16, math::from_f32(Activation::Bf16, wanted));
+            assert!(out.iter().all(|&y| y == wanted), "{shape:?}: {wanted} {out:?}");
+        }
+    }
+}
+
+/// Like [`answer`] where h leaves f16's range.
+fn answer_in_bf16(probe: &Probe) -> Vec<f32> {
+    let mut probe = probe.clone();
+    let wanted = probe.run(Mode::Exact).unwrap();
+    for split in Split::ALL {
+        for mode in MODES {
+            probe.options = options(Activation::Bf16, split);
+            assert_eq!(probe.run(mode).unwrap(), wanted, "{split:?} {mode:?}");
+        }
+    }
+    floats(&wanted.out)
+}
+
+#[test]
+fn g5_expert_counts_around_a_block_size() {
+    for experts in [1, 1023, 1024, 1025, 4096] {
+        let shape = LayerShape { experts, hidden: 32, intermediate: 16, output: 2, top_k: 1 };
+        let mut probe = Probe::with_shape(shape, 1);
+        probe.topk_ids.fill(experts as i32 - 1);
+        assert_first_column(&probe, &[128.0]);
+    }
+}
+
+fn h1() -> Probe {
+    let mut probe = Probe::new();
+    probe.set_x(0, 0, 80.0);
+    probe.set_up(1, 0, 0, 0x6);
+    probe.set_w2(1, 0, 0, 0x1);
+    probe.alpha2.fill(1.0 / 1024.0);
+    probe
+}
+
+#[test]
+fn h1_h_above_the_range_of_f16() {
+    let mut probe = h1();
+    assert_eq!(answer_in_bf16(&probe)[0], 50.0);
+    probe.options.activation = Activation::F16;
+    for mode in MODES {
+        let result = probe.run(mode).unwrap();
+        assert_eq!(result.status, Status { bad_id: false, f16_range: true });
+        assert_eq!(floats(&result.out)[0], f32::INFINITY);
+    }
+}
+
+#[test]
+fn h1_x_above_the_range_of_f16() {
+    let mut probe = Probe::with_shape(SHAPE, 2);
+    probe.options.activation = Activation::F16;
+    probe.set_x(1, 900, 65536.0);
+    assert!(probe.run(Mode::Exact).unwrap().status.f16_range);
+    // A token that no expert sees is not converted; an infinity was none before.
+    probe.topk_ids[1] = -1;
+    assert!(!probe.run(Mode::Exact).unwrap().status.f16_range);
+    probe.topk_ids[1] = 1;
+    probe.set_x(1, 900, f32::INFINITY);
+    assert!(!probe.run(Mode::Exact).unwrap().status.f16_range);
+    // Hidden states that are f16 already.
+    let mut probe = Probe { x_type: XType::F16, ..Probe::new() };
+    probe.set_x(0, 0, 8.0);
+    assert_eq!(argument_of(probe.run(Mode::Exact).unwrap_err()), "x_type");
+    probe.options.activation = Activation::F16;
+    assert_eq!(floats(&probe.run(Mode::Exact).unwrap().out)[0], 128.0);
+}
+
+#[test]
+fn h3_silu_of_a_large_negative_gate() {
+    for gate in [-88.0, -89.0, -200.0, -1e30] {
+        let y = math::swiglu(gate, 3.0, None);
+        assert!(y.abs() <= 1e-35, "{gate}: {y}");
+    }
+    assert_eq!(math::swiglu(f32::NEG_INFINITY, 3.0, None).to_bits(), NAN);
+    let mut probe = Probe::new();
+    probe.alpha1 = vec![[1.0, -1e30]; 4];
+    assert_first_column(&probe, &[0.0]);
+}
+
+#[test]
+fn h5_bytes_in_the_padding_of_the_scales() {
+    for shape in [
+        LayerShape { hidden: 2880, intermediate: 160, output: 2880, experts: 2, top_k: 2 },
+        LayerShape { hidden: 48, intermediate: 32, output: 5, experts: 3, top_k: 1 },
+    ] {
+        let mut probe = Probe::random(shape, 2, 5);
+        probe.topk_ids.fill(1);
+        let wanted = probe.run(Mode::Exact).unwrap();
+        assert!(floats(&wanted.out).iter().all(|y| y.is_finite()));
+        for byte in [0x00, 0x7f, 0xff, 0x7e] {
+            probe.fill_padding(byte);
+            assert_eq!(probe.run(Mode::Exact).unwrap(), wanted);
+        }
+        // And a byte that is not padding does count.
+        probe.set_s13(1, 2 * shape.intermediate - 1, shape.hidden / 16 - 1, 0x7f);
+        assert!(floats(&probe.run(Mode::Exact).unwrap().out).iter().all(|y| y.is_nan()));
+    }
+}
+
+#[test]
+fn h6_clamp() {
+    let mut probe = Probe::new();
+    probe.options.limit = Some(1.0);
+    probe.set_up(1, 0, 0, 0x6);
+    assert_first_column(&probe, &[0.730_468_75]);
+    probe.set_up(1, 0, 0, 0xe);
+    probe.set_gate(1, 0, 0, 0xe);
+    for activation in ACTIVATIONS {
+        probe.options.activation = activation;
+        assert!(floats(&probe.run(Mode::Exact).unwrap().out)[0].abs() <= 1e-6);
+    }
+    // A limit that is infinite is no limit; a NaN passes through the clamp.
+    let mut probe = Probe::new();
+    probe.options.limit = Some(f32::INFINITY);
+    assert_first_column(&probe, &[128.0]);
+    assert_eq!(math::swiglu(f32::NAN, 1.0, Some(1.0)).to_bits(), NAN);
+    assert_eq!(math::swiglu(1.0, f32::NAN, Some(1.0)).to_bits(), NAN);
+    for limit in [0.0, -1.0, f32::NAN, f32::NEG_INFINITY] {
+        probe.options.limit = Some(limit);
+        assert_eq!(argument_of(probe.run(Mode::Exact).unwrap_err()), "limit");
+    }
+}
+
+#[test]
+fn k1_order_of_the_final_sum() {
+    let mut probe = Probe::with_shape(LayerShape { top_k: 4, ..SHAPE }, 1);
+    probe.topk_ids = vec![0, 1, 2, 3];
+    probe.topk_w = [17, -7, -7, 17].map(|e| 2f32.powi(e)).to_vec();
+    probe.topk_w[3] *= -1.0;
+    assert_first_column(&probe, &[0.0]);
+    probe.topk_w.swap(1, 3);
+    assert_first_column(&probe, &[2.0]);
+}
+
+/// The two scalars are multiplied first: 2^-100 · 2^-100 is 0 in f32, whatever follows.
+#[test]
+fn fc2_multiplies_alpha_and_weight_first() {
+    let mut probe = Probe::new();
+    probe.alpha2.fill(2f32.powi(-100));
+    probe.topk_w.fill(2f32.powi(-100));
+    probe.alpha1 = vec![[2f32.powi(110), 1.0]; 4];
+    assert_eq!(answer_in_bf16(&probe)[0], 0.0);
+    probe.topk_w.fill(1.0);
+    assert_eq!(answer_in_bf16(&probe)[0], 128.0 * 2f32.powi(10));
+}
+
+#[test]
+fn l6_nan_rows_stay_by_themselves() {
+    let shape = LayerShape { hidden: 96, intermediate: 48, output: 40, experts: 4, top_k: 2 };
+    let mut probe = Probe::random(shape, 8, 6);
+    probe.topk_ids = (0..16).map(|pair| pair % 4).collect();
+    let real = probe.tokens_only(0..5).run(Mode::Exact).unwrap().out;
+    probe.x[5 * 96..].fill(0x7fc1);
+    let out = probe.run(Mode::Exact).unwrap().out;
+    assert_eq!(out[..real.len()], real);
+    assert!(out[real.len()..].iter().all(|&y| y == 0x7fff));
+    probe.topk_ids[10..].fill(-1);
+    let out = probe.run(Mode::Exact).unwrap().out;
+    assert_eq!(out[..real.len()], real);
+    assert!(out[real.len()..].iter().all(|&y| y == 0));
+}
+
+#[test]
+fn m1_each_buffer_one_short() {
+    let shape = LayerShape { hidden: 32, intermediate: 16, output: 3, experts: 2, top_k: 2 };
+    let probe = Probe::with_shape(shape, 2);
+    probe.run(Mode::Exact).unwrap();
+    type Shorten = fn(&mut Probe);
+    let buffers: [(&str, Shorten); 9] = [
+        ("x", |p| p.x.truncate(p.x.len() - 1)),
+        ("topk_ids", |p| p.topk_ids.truncate(p.topk_ids.len() - 1)),
+        ("topk_w", |p| p.topk_w.truncate(p.topk_w.len() - 1)),
+        ("w13", |p| p.w13.truncate(p.w13.len() - 1)),
+        ("s13", |p| p.s13.truncate(p.s13.len() - 1)),
+        ("alpha1", |p| p.alpha1.truncate(p.alpha1.len() - 1)),
+        ("w2", |p| p.w2.truncate(p.w2.len() - 1)),
+        ("s2", |p| p.s2.truncate(p.s2.len() - 1)),
+        ("alpha2", |p| p.alpha2.truncate(p.alpha2.len() - 1)),
+    ];
+    for (name, shorten) in buffers {
+        let mut probe = probe.clone();
+        shorten(&mut probe);
+        for mode in MODES {
+            assert_eq!(argument_of(probe.run(mode).unwrap_err()), name);
+        }
+        assert_eq!(argument_of(layer_bound(&probe.view(), &probe.options, &probe.inputs()).unwrap_err()), name);
+    }
+}
+
+#[test]
+fn shapes_outside_the_limits_name_the_argument() {
+    let mut probe = Probe::new();
+    let huge = usize::MAX;
+    let cases: [(&str, LayerShape); 13] = [
+        ("experts", LayerShape { experts: 0, ..SHAPE }),
+        ("experts", LayerShape { experts: 4097, ..SHAPE }),
+        ("top_k", LayerShape { top_k: 0, ..SHAPE }),
+        ("top_k", LayerShape { top_k: 33, ..SHAPE }),
+        ("hidden", LayerShape { hidden: 0, ..SHAPE }),
+        ("hidden", LayerShape { hidden: 1000, ..SHAPE }),
+        ("hidden", LayerShape { hidden: huge & !15, ..SHAPE }),
+        ("intermediate", LayerShape { intermediate: 8, ..SHAPE }),
+        ("intermediate", LayerShape { intermediate: huge & !15, ..SHAPE }),
+        ("output", LayerShape { output: 0, ..SHAPE }),
+        ("output", LayerShape { output: huge, ..SHAPE }),
+        ("w13", LayerShape { hidden: 1 << 30, intermediate: 1 << 30, experts: 4096, ..SHAPE }),
+        ("w13", LayerShape { hidden: 2048, ..SHAPE }),
+    ];
+    for (name, shape) in cases {
+        probe.shape = shape;
+        assert_eq!(argument_of(probe.run(Mode::Exact).unwrap_err()), name, "{shape:?}");
+    }
+    probe.shape = SHAPE;
+    let inputs = LayerInputs { tokens: 1 << 31, ..probe.inputs() };
+    assert_eq!(argument_of(inputs.check(&SHAPE, Activation::Bf16).unwrap_err()), "tokens");
+    assert_eq!(argument_of(route_prep(&[0, 1, 2], 2, 4).unwrap_err()), "topk_ids");
+    let route = route_prep(&[0], 1, 5).unwrap();
+    let result = fc1(&probe.view(), &probe.options, &probe.x, &route, Mode::Exact);
+    assert_eq!(argument_of(result.unwrap_err()), "route");
+}
+
+#[test]
+fn route_prep_is_stable_and_splits_at_eight() {
+    let mut ids = vec![3, -1, 0, 7, 3, 4];
+    ids.extend([0; 8]);
+    let route = route_prep(&ids, 2, 4).unwrap();
+    assert!(route.bad_id_seen());
+    assert_eq!(route.tokens(), 7);
+    let entries = route.entries().iter().map(|entry| (entry.expert, entry.pairs)).collect::<Vec<_>>();
+    let wanted =
+        [(0, [2, 6, 7, 8, 9, 10, 11, 12]), (0, [13, -1, -1, -1, -1, -1, -1, -1]), (3, [0, 4, -1, -1, -1, -1, -1, -1])];
+    assert_eq!(entries, wanted);
+    assert!(!route_prep(&[3, -5], 1, 4).unwrap().bad_id_seen());
+}
+
+/// The definition once more, one output at a time: (h, ypart).
+fn by_the_book(probe: &Probe) -> (Vec<u16>, Vec<f32>) {
+    let LayerShape { hidden, intermediate, output, experts, top_k } = probe.shape;
+    let LayerOptions { activation, order: Order::Seed { split }, limit } = probe.options;
+    let weight = |codes: &[u8], scales: &[u8], row: usize, k: usize, cols: usize| -> u16 {
+        if k >= cols {
+            return 0;
+        }
+        let code = codes[row * cols / 2 + k / 2] >> (4 * (k % 2)) & 15;
+        let scale = scales[swizzled_offset(row, k / 16, padded_cols(cols / 16))];
+        math::from_f32(activation, math::e2m1(code) * math::e4m3(scale))
+    };
+    let chain = |weight: &dyn Fn(usize) -> u16, x: &dyn Fn(usize) -> u16, chunks: std::ops::Range<usize>| {
+        let mut c = 0;
+        for chunk in chunks {
+            for j in 0..8 {
+                let (mut a, mut b) = ([0; 16], [0; 16]);
+                for t in 0..4 {
+                    for i in 0..4 {
+                        let k = 128 * chunk + 32 * t + 4 * j + i;
+                        (a[4 * t + i], b[4 * t + i]) = (weight(k), x(k));
+                    }
+                }
+                c = mma16(activation, &a, &b, c);
+            }
+        }
+        f32::from_bits(c)
+    };
+    let pairs = probe.tokens * top_k;
+    let (mut h, mut ypart) = (vec![0; pairs * intermediate], vec![0.0; pairs * output]);
+    for pair in 0..pairs {
+        let id = probe.topk_ids[pair];
+        if id < 0 || id >= experts as i32 {
+            continue;
+        }
+        let e = id as usize;
+        let part = |all: usize| all / experts * e..all / experts * (e + 1);
+        let (w13, s13) = (&probe.w13[part(probe.w13.len())], &probe.s13[part(probe.s13.len())]);
+        let (w2, s2) = (&probe.w2[part(probe.w2.len())], &probe.s2[part(probe.s2.len())]);
+        let x = |k: usize| match probe.x[pair / top_k * hidden..][..hidden].get(k) {
+            None => 0,
+            Some(&x) if activation == Activation::Bf16 => x,
+            Some(&x) => math::from_f32(Activation::F16, math::to_f32(Activation::Bf16, x)),
+        };
+        for n in 0..intermediate {
+            let sum = |row: usize| {
+                let segments = hidden.div_ceil(256);
+                let s = split.count();
+                let mut total = None;
+                for i in 0..s {
+                    let (first, last) = (i * segments / s, (i + 1) * segments / s);
+                    let chunks = 2 * first..(2 * last).min(hidden.div_ceil(128));
+                    let part = chain(&|k| weight(w13, s13, row, k, hidden), &x, chunks);
+                    total = Some(total.map_or(part, |total: f32| total + part));
+                }
+                total.unwrap()
+            };
+            let [alpha_up, alpha_gate] = probe.alpha1[e];
+            let (mut u, mut g) = (alpha_up * sum(n), alpha_gate * sum(intermediate + n));
+            if let Some(limit) = limit {
+                // Comparisons with NaN are false: it stays.
+                g = if g > limit { limit } else { g };
+                u = if u > limit { limit } else { u };
+                u = if u < -limit { -limit } else { u };
+            }
+            h[pair * intermediate + n] = math::from_f32(activation, g / (1.0 + math::exp(-g)) * u);
+        }
+        let scale = probe.alpha2[e] * probe.topk_w[pair];
+        for row in 0..output {
+            let h = |k: usize| if k < intermediate { h[pair * intermediate + k] } else { 0 };
+            let y = chain(&|k| weight(w2, s2, row, k, intermediate), &h, 0..intermediate.div_ceil(128));
+            ypart[pair * output + row] = scale * y;
+        }
+    }
+    (h, ypart)
+}
+
+const ODD_SHAPES: [LayerShape; 5] = [
+    LayerShape { hidden: 16, intermediate: 16, output: 1, experts: 1, top_k: 1 },
+    LayerShape { hidden: 272, intermediate: 48, output: 9, experts: 3, top_k: 2 },
+    LayerShape { hidden: 1040, intermediate: 32, output: 24, experts: 2, top_k: 3 },
+    LayerShape { hidden: 640, intermediate: 144, output: 17, experts: 5, top_k: 4 },
+    LayerShape { hidden: 2048, intermediate: 16, output: 8, experts: 2, top_k: 1 },
+];
+
+#[test]
+fn exact_mode_equals_the_definition() {
+    let mut checked = 0;
+    for (seed, shape) in ODD_SHAPES.into_iter().enumerate() {
+        for activation in ACTIVATIONS {
+            for split in Split::ALL {
+                let mut probe = Probe::random(shape, 3, seed as u64);
+                probe.options = LayerOptions { limit: Some(0.75), ..options(activation, split) };
+                if seed == 1 {
+                    probe.set_x(1, 100, f32::NAN);
+                    probe.set_x(2, 271, f32::INFINITY);
+                }
+                let (h, ypart) = by_the_book(&probe);
+                let route = route_prep(&probe.topk_ids, shape.top_k, shape.experts).unwrap();
+                let (x, _) = megamoe::reference::convert_x(&probe.inputs(), &shape, activation, &route).unwrap();
+                let (got_h, _) = fc1(&probe.view(), &probe.options, &x, &route, Mode::Exact).unwrap();
+                assert_eq!(got_h, h, "{shape:?} {activation:?} {split:?}");
+                let got = fc2(&probe.view(), &probe.options, &h, &probe.topk_w, &route, Mode::Exact).unwrap();
+                let bits = |y: &[f32]| y.iter().map(|&y| math::canonical(y).to_bits()).collect::<Vec<_>>();
+                assert_eq!(bits(&got), bits(&ypart), "{shape:?} {activation:?} {split:?}");
+                assert!(got.iter().filter(|y| y.is_nan()).all(|y| y.to_bits() == NAN));
+                let out = combine(&ypart, shape.output, &route).unwrap();
+                assert_eq!(probe.run(Mode::Exact).unwrap().out, out);
+                checked += out.iter().filter(|&&y| y != 0).count();
+            }
+        }
+    }
+    assert!(checked > 500, "{checked}");
+}
+
+/// Splits are different sums: the split is part of what the bits depend on.
+#[test]
+fn splits_give_different_bits() {
+    let shape = LayerShape { hidden: 2048, intermediate: 64, output: 64, experts: 2, top_k: 2 };
+    let mut probe = Probe::random(shape, 8, 3);
+    probe.alpha1.fill([0.002, 0.002]);
+    let results = Split::ALL.map(|split| {
+        probe.options = options(Activation::F16, split);
+        probe.run(Mode::Exact).unwrap().out
+    });
+    assert!(results[1..].iter().all(|out| *out != results[0]));
+}
+
+#[test]
+fn tokens_do_not_depend_on_their_batch() {
+    let shape = LayerShape { hidden: 272, intermediate: 48, output: 20, experts: 3, top_k: 2 };
+    let probe = Probe::random(shape, 40, 11);
+    let whole = probe.run(Mode::Exact).unwrap().out;
+    for token in 0..40 {
+        let alone = probe.tokens_only(token..token + 1).run(Mode::Exact).unwrap().out;
+        assert_eq!(alone, whole[token * 20..(token + 1) * 20], "token {token}");
+    }
+}
+
+fn within(a: &[u16], b: &[u16], bound: &[f32]) -> bool {
+    assert_eq!((a.len(), b.len()), (bound.len(), bound.len()));
+    floats(a).iter().zip(floats(b)).zip(bound).all(|((a, b), bound)| (a - b).abs() <= *bound)
+}
+
+#[test]
+fn fast_mode_stays_within_the_stated_bound() {
+    for (seed, shape) in ODD_SHAPES.into_iter().enumerate() {
+        for activation in ACTIVATIONS {
+            for limit in [None, Some(0.3)] {
+                let mut probe = Probe::random(shape, 6, 100 + seed as u64);
+                probe.options = LayerOptions { limit, ..options(activation, Split::S4) };
+                let bound = layer_bound(&probe.view(), &probe.options, &probe.inputs()).unwrap();
+                let exact = probe.run(Mode::Exact).unwrap().out;
+                let fast = probe.run(Mode::Fast).unwrap().out;
+                assert!(within(&exact, &fast, &bound), "{shape:?} {activation:?}");
+                // The bound says something: a wrong nibble order, or gate for up, is outside of it.
+                let mut swapped = probe.clone();
+                swapped.w13.iter_mut().for_each(|byte| *byte = byte.rotate_left(4));
+                assert!(!within(&exact, &swapped.run(Mode::Fast).unwrap().out, &bound), "{shape:?} {activation:?}");
+            }
+        }
+    }
+}
+
+/// One sum on its own: FC2 with h given. The bound is tight enough to notice one product of hundreds.
+#[test]
+fn one_sum_stays_within_its_bound() {
+    let shape = LayerShape { hidden: 16, intermediate: 528, output: 40, experts: 1, top_k: 1 };
+    let mut random = Random(9);
+    for activation in ACTIVATIONS {
+        let mut probe = Probe::random(shape, 20, 21);
+        probe.options.activation = activation;
+        probe.alpha2.fill(1.0);
+        probe.topk_w.fill(1.0);
+        probe.topk_ids.fill(0);
+        (0..40).for_each(|row| probe.set_s2(0, row, 32, ONE));
+        let h = (0..20 * 528).map(|_| math::from_f32(activation, random.in_range(0.5, 1.0))).collect::<Vec<_>>();
+        let route = route_prep(&probe.topk_ids, 1, 1).unwrap();
+        let run = |probe: &Probe, h: &[u16], mode| {
+            fc2(&probe.view(), &probe.options, h, &probe.topk_w, &route, mode).unwrap()
+        };
+        let (exact, fast) = (run(&probe, &h, Mode::Exact), run(&probe, &h, Mode::Fast));
+        // Without the codes' signs the sum is Σ|w|·|h|.
+        let mut positive = probe.clone();
+        positive.w2.iter_mut().for_each(|byte| *byte &= 0x77);
+        let magnitudes = run(&positive, &h, Mode::Fast);
+        let outside = |other: &[f32]| {
+            let near = |(a, b): (&f32, &f32), magnitude: &f32| {
+                (f64::from(*a) - f64::from(*b)).abs() <= sum_bound(528, 1, f64::from(*magnitude))
+            };
+            exact.iter().zip(other).zip(&magnitudes).filter(|&(pair, magnitude)| !near(pair, magnitude)).count()
+        };
+        assert_eq!(outside(&fast), 0);
+        assert!(exact.iter().zip(&fast).any(|(a, b)| a != b));
+        let mut lacking = h.clone();
+        lacking.iter_mut().skip(527).step_by(528).for_each(|h| *h = 0);
+        let caught = outside(&run(&probe, &lacking, Mode::Fast));
+        assert!(caught > 600, "{caught}");
+    }
+}
+
+/// Largest error of `candidate` against f64, in ulp of the f32 result, over every `stride`-th f32 of |x| <= 110.
+fn largest_exp_error(candidate: impl Fn(f32) -> f32 + Sync, stride: usize) -> f64 {
+    let last = 110f32.to_bits();
+    let error = |bits: u32| {
+        let x = f32::from_bits(bits);
+        let exact = f64::from(x).exp();
+        let (y, largest) = (candidate(x), f64::from(f32::MAX));
+        if exact >= largest {
+            return if y == f32::INFINITY || y == f32::MAX { 0.0 } else { f64::INFINITY };
+        }
+        let ulp = 2f64.powi((exact.log2().floor() as i32).max(-126) - 23);
+        (f64::from(y) - exact).abs() / ulp
+    };
+    let magnitudes = (0..last + 1).into_par_iter().step_by(stride);
+    magnitudes.map(|bits| error(bits).max(error(bits | 1 << 31))).reduce(|| 0.0, f64::max)
+}
+
+#[test]
+fn exp_is_within_one_ulp() {
+    let largest = largest_exp_error(math::exp, 211);
+    assert!(largest <= 0.991, "{largest}");
+    assert!(largest > 0.9, "{largest}");
+    // What most would write first, exp2 of a rounded product, is caught.
+    assert!(largest_exp_error(|x| (x * std::f32::consts::LOG2_E).exp2(), 20_011) > 10.0);
+}
+
+#[test]
+fn exp_at_special_values() {
+    assert_eq!(math::exp(f32::NAN).to_bits(), NAN);
+    assert_eq!(math::exp(f32::from_bits(0xffc0_0001)).to_bits(), NAN);
+    for (x, y) in [
+        (0.0, 1.0),
+        (-0.0, 1.0),
+        (f32::MIN_POSITIVE, 1.0),
+        (f32::INFINITY, f32::INFINITY),
+        (f32::MAX, f32::INFINITY),
+        (88.722_85, f32::INFINITY),
+        (f32::NEG_INFINITY, 0.0),
+        (f32::MIN, 0.0),
+        (-104.000_01, 0.0),
+    ] {
+        assert_eq!(math::exp(x).to_bits(), y.to_bits(), "exp({x})");
+    }
+    assert!(math::exp(88.722_83).is_finite());
+    assert!(math::exp(-103.0) > 0.0);
+    assert_eq!(math::silu(32.0), 32.0);
+    assert_eq!(math::sigmoid(0.0), 0.5);
+    assert_eq!(math::sigmoid(-200.0), 0.0);
+    assert_eq!(math::silu(-200.0).to_bits(), (-0.0f32).to_bits());
+}
+
+/// Rounding to 16 bits against its definition: of the neighbouring values the nearest, ties to the even code.
+#[test]
+fn rounding_to_16_bits_is_to_nearest_even() {
+    for format in ACTIVATIONS {
+        let infinity = if format == Activation::Bf16 { 0x7f80u16 } else { 0x7c00 };
+        for code in 0..infinity {
+            let low = f64::from(math::to_f32(format, code));
+            // What would follow the largest finite value stands for infinity.
+            let high = if code + 1 == infinity {
+                low + (low - f64::from(math::to_f32(format, code - 1)))
+            } else {
+                f64::from(math::to_f32(format, code + 1))
+            };
+            assert!(low < high);
+            let middle = (low + high) / 2.0;
+            let even = code + (code & 1);
+            let ulp_down = |x: f64| f32::from_bits((x as f32).to_bits() - 1);
+            let ulp_up = |x: f64| f32::from_bits((x as f32).to_bits() + 1);
+            for (x, wanted) in
+                [(low as f32, code), (middle as f32, even), (ulp_down(middle), code), (ulp_up(middle), code + 1)]
+            {
+                assert_eq!(math::from_f32(format, x), wanted, "{x:e}");
+                assert_eq!(math::from_f32(format, -x), wanted | 0x8000, "-{x:e}");
+            }
+        }
+        assert_eq!(math::from_f32(format, f32::from_bits(0xff80_0001)), 0x7fff);
+        assert_eq!(math::from_f32(format, f32::INFINITY), infinity);
+    }
+}
+
+/// Each weight fits both formats exactly, and the sixteen codes are what they are.
+#[test]
+fn weights_are_exact_in_both_formats() {
+    let codes = (0..16).map(math::e2m1).collect::<Vec<_>>();
+    assert_eq!(codes[..8], [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]);
+    assert!((0..8).all(|code| codes[code + 8].to_bits() == (-codes[code]).to_bits()));
+    for format in ACTIVATIONS {
+        for (scale, code) in (0..=255).flat_map(|scale| (0..16).map(move |code| (scale, code))) {
+            let weight = math::e2m1(code) * math::e4m3(scale);
+            let back = math::to_f32(format, math::from_f32(format, weight));
+            assert_eq!(back.to_bits(), math::canonical(weight).to_bits());
+        }
+    }
+}
+
+#[test]
+fn min_and_max_pass_nan() {
+    for (a, b) in [(f32::NAN, 1.0), (1.0, f32::NAN), (f32::from_bits(0xffff_ffff), f32::NAN)] {
+        assert_eq!((math::min(a, b).to_bits(), math::max(a, b).to_bits()), (NAN, NAN));
+    }
+    assert_eq!((math::min(1.0, 2.0), math::max(1.0, 2.0)), (1.0, 2.0));
+}
