@@ -224,7 +224,7 @@ fn exp_is_within_an_ulp() {
         let (got, exact) = (exp(x), f64::from(x).exp());
         if x.abs() > 110.0 {
             assert_eq!(got, if x > 0.0 { f32::INFINITY } else { 0.0 });
-        } else if exact < f64::from(f32::MAX) && x >= -104.0 && x <= 88.72284 {
+        } else if exact < f64::from(f32::MAX) && (-104.0..=88.72284).contains(&x) {
             let last_place = f64::from((exact as f32).next_up()) - f64::from(exact as f32);
             worst = worst.max((f64::from(got) - exact).abs() / last_place);
         }

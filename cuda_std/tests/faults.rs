@@ -7,7 +7,7 @@
 
 use cuda_std::arch::{Arch, ArchId};
 use cuda_std::emu::{Allocation, Device, Fault, FaultKind, Launch, MemoryError};
-use cuda_std::kernel::{DeviceRef, Family, Kernel};
+use cuda_std::kernel::{DeviceMut, DeviceRef, Family, Kernel};
 use cuda_std::memory::{In, Out};
 use cuda_std::mma::{Bf16, F16, m16n8k16};
 use cuda_std::shared::Shared;
@@ -706,6 +706,13 @@ fn stream_of_a_buffer_that_the_launch_writes() {
         let expected =
             Expected { kind: FaultKind::StreamOfWritable, mark: "stream", grid: 1, threads: ALL, other: false };
         check(&fault, case::stream, &expected, seed);
+        // One allocation, of which the kernel reads one part and writes the other.
+        memory.output.fill(0);
+        let address = memory.output.address();
+        // SAFETY: two parts of a live allocation, which only this launch uses.
+        let (input, output) = unsafe { (DeviceRef::new(address, 32), DeviceMut::new(address + 128, 32)) };
+        let args = case::Args { input, output, status: memory.status.as_mut() };
+        launch(&memory.device, case::stream, args, 1, seed, arch).expect("the parts do not overlap");
     });
 }
 

@@ -39,7 +39,7 @@ fn chain<T: MmaType>(steps: u32, d: Out<f32>) {
     let a = [0x3C01_3F80 + lane(), 0x3F80_BC00, 0x4000_3E80 ^ lane(), 0x3F80_3F81];
     for step in 0..steps {
         converge();
-        c = m16n8k16::<T>(a, [0x3F80_3F80 ^ step % 7, 0x3E00_BE00], c);
+        c = m16n8k16::<T>(a, [0x3F80_3F80 ^ (step % 7), 0x3E00_BE00], c);
     }
     d.store((warp() * 32 + lane()) as usize, c[0] + c[1] + c[2] + c[3]);
 }
@@ -188,7 +188,8 @@ fn draw(family: u32, mantissa: i32, next: &mut impl FnMut() -> u32) -> (Vec<u16>
                 2 => 254,
                 _ => 110 + bits % 40,
             };
-            (bits & 0x807F_FFFF & (0u32.wrapping_sub(next() % 8 / 2 & 1) | 0xFF80_0000)) | exponent << 23
+            let fraction = if next().is_multiple_of(4) { 0 } else { bits & 0x7F_FFFF };
+            (bits & 1 << 31) | exponent << 23 | fraction
         })
         .collect();
     (a, b, c)

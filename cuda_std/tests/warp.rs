@@ -203,7 +203,7 @@ fn every_thread_of_every_block_runs_once() {
     let output = run(operations::indices, 200, &[0], 200 * 96);
     for (at, value) in output.into_iter().enumerate() {
         let (block, thread) = (at as u32 / 96, at as u32 % 96);
-        assert_eq!(value, (200 << 24) + (block << 16) + (thread / 32 << 8) + thread % 32);
+        assert_eq!(value, (200 << 24) + (block << 16) + ((thread / 32) << 8) + thread % 32);
     }
 }
 
@@ -223,8 +223,7 @@ fn stores_of_f32_have_one_nan() {
     let input = device.upload(&values);
     let (mut output, mut seen) = (device.alloc(128), device.alloc(128));
     let kernel = floats::nan;
-    let launch =
-        Launch { device: &device, grid: 1, threads: 32, shared_bytes: 128, arch: ArchId::default(), seed: 3 };
+    let launch = Launch { device: &device, grid: 1, threads: 32, shared_bytes: 128, arch: ArchId::default(), seed: 3 };
     let args = floats::Args { input: input.as_ref(), output: output.as_mut(), seen: seen.as_mut() };
     (kernel.emulate)(&launch, floats::Family::pack(args).as_slice()).expect("correct");
     let expected: Vec<u32> =

@@ -8,6 +8,7 @@ use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, Yielder};
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -30,6 +31,8 @@ pub(super) struct Job<'a> {
     pub shared_bytes: u32,
     pub seed: u64,
     pub operations: u64,
+    /// Device addresses that the launch may write.
+    pub writable: &'a [Range<u64>],
     pub body: &'a (dyn Fn() + Sync),
     pub stop: &'a AtomicBool,
 }
@@ -171,6 +174,7 @@ pub(super) struct Block {
     operations: u64,
     total_operations: u64,
     body: *const (dyn Fn() + Sync),
+    writable: *const [Range<u64>],
     stop: *const AtomicBool,
     warps: Vec<Warp>,
     /// Warps with a lane that can run.
@@ -400,6 +404,7 @@ impl Block {
             operations: 0,
             total_operations: 0,
             body: body as *const (dyn Fn() + Sync),
+            writable: &[],
             stop: std::ptr::null(),
             warps: Vec::new(),
             ready: 0,
@@ -439,15 +444,13 @@ impl Block {
     /// `block` must be valid and referred to by nobody else.
     unsafe fn clear(block: *mut Block) {
         // SAFETY: the caller's promise; each reference ends before a lane is unwound.
-        unsafe {
-            (*block).abandoned = true;
-            let lanes = (&(*block).lanes).len();
-            for lane in 0..lanes {
-                let coroutine = (&mut (*block).lanes)[lane].coroutine.take();
-                if let Some(mut coroutine) = coroutine {
-                    coroutine.force_unwind();
-                    (&mut (*block).stacks).push(coroutine.into_stack());
-                }
+        let b = || unsafe { &mut *block };
+        b().abandoned = true;
+        for lane in 0..b().lanes.len() {
+            let coroutine = b().lanes[lane].coroutine.take();
+            if let Some(mut coroutine) = coroutine {
+                coroutine.force_unwind();
+                b().stacks.push(coroutine.into_stack());
             }
         }
     }
@@ -463,6 +466,7 @@ impl Block {
         self.total_operations = job.operations;
         // SAFETY: only the lifetime changes; `run` clears the block before the job ends.
         self.body = unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync)>(job.body) };
+        self.writable = job.writable;
         self.stop = job.stop;
         self.random = Random::new(job.seed, u64::from(index));
         self.fault = None;
@@ -828,7 +832,7 @@ impl Block {
         }
         // SAFETY: the caller's range is inside.
         let pointer = unsafe { storage.base().add(offset) };
-        if kind == Kind::Read && !self.tracks(storage) {
+        if kind == Kind::Read && !storage.is_tracked(offset, self.launch) {
             return act(pointer);
         }
         let stamp = self.stamp(self.current, self.index, kind, at);
@@ -850,9 +854,11 @@ impl Block {
         act(pointer)
     }
 
-    /// Whether the launch may write the allocation.
-    pub fn tracks(&self, storage: &Storage) -> bool {
-        storage.tracked_by.load(Relaxed) == self.launch
+    /// Whether the launch may write some of the 16 bytes at `address`.
+    pub fn may_write(&self, address: u64) -> bool {
+        // SAFETY: the ranges belong to the launch, which outlives its blocks.
+        let writable = unsafe { &*self.writable };
+        writable.iter().any(|range| address < range.end && range.start < address + 16)
     }
 
     /// Issues an asynchronous copy of the `bytes` bytes that exist at `from`.

@@ -93,12 +93,15 @@ pub fn run(launch: &Launch<'_>, args: &[Packed], name: &'static str, body: &(dyn
     }
     static LAUNCHES: AtomicU64 = AtomicU64::new(1);
     let id = LAUNCHES.fetch_add(1, Relaxed);
+    let mut writable = Vec::new();
     for arg in args {
         if let Packed::Pointer { address, len, element, writable: true } = *arg
-            && address != 0
-            && let Ok((storage, _)) = launch.device.find(address, len * element)
+            && let Some(bytes) = len.checked_mul(element)
+            && let Ok((storage, offset)) = launch.device.find(address, bytes)
+            && bytes > 0
         {
-            storage.tracked_by.store(id, Relaxed);
+            storage.track(offset, bytes, id);
+            writable.push(address..address + bytes as u64);
         }
     }
 
@@ -112,6 +115,7 @@ pub fn run(launch: &Launch<'_>, args: &[Packed], name: &'static str, body: &(dyn
         shared_bytes: launch.shared_bytes,
         seed: launch.seed,
         operations: launch.device.operation_budget(),
+        writable: &writable,
         body,
         stop: &stop,
     };

@@ -380,9 +380,12 @@ impl<T: RawElement> RawIn<T> {
     #[track_caller]
     pub fn stream_v4(self, index: usize) -> [u32; 4] {
         let block = block::current();
-        if self.buffer.storage().is_some_and(|storage| block.tracks(storage)) {
-            let message = format!("element {index} of a buffer in an allocation that the launch may write");
-            block.raise(FaultKind::StreamOfWritable, Location::caller(), None, message);
+        if let Some(storage) = self.buffer.storage().filter(|_| index < self.buffer.bytes / size_of::<T>()) {
+            let address = storage.address + (self.buffer.offset + index * size_of::<T>()) as u64;
+            if block.may_write(address) {
+                let message = format!("element {index}, device address {address:#x}, which the launch may write");
+                block.raise(FaultKind::StreamOfWritable, Location::caller(), None, message);
+            }
         }
         self.load_v4(index)
     }

@@ -85,11 +85,8 @@ impl Access<'_> {
     /// Whether the two must be ordered and are not.
     #[inline]
     fn races(&self, stamp: &Stamp) -> bool {
-        let conflict = match (self.stamp.kind, stamp.kind) {
-            (Kind::Read, Kind::Read) | (Kind::Atomic, Kind::Atomic) => false,
-            _ => true,
-        };
-        conflict && self.live(stamp) && !self.follows(stamp)
+        let harmless = matches!((self.stamp.kind, stamp.kind), (Kind::Read, Kind::Read) | (Kind::Atomic, Kind::Atomic));
+        !harmless && self.live(stamp) && !self.follows(stamp)
     }
 }
 
