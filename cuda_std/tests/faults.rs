@@ -312,6 +312,7 @@ fn barrier_exit<const FAULTY: bool>(_: In<u32>, _: Out<u32>, _: Out<u32>) {
     sync_threads(); // fault: barrier_exit
 }
 
+#[allow(clippy::if_same_then_else)]
 fn barrier_lines<const FAULTY: bool>(_: In<u32>, _: Out<u32>, _: Out<u32>) {
     if FAULTY && warp() == 1 {
         sync_threads(); // fault: barrier_lines
@@ -379,6 +380,7 @@ fn mma_lanes<const FAULTY: bool>(_: In<u32>, _: Out<u32>, _: Out<u32>) {
     }
 }
 
+#[allow(clippy::if_same_then_else)]
 fn shuffle_lines<const FAULTY: bool>(_: In<u32>, output: Out<u32>, _: Out<u32>) {
     let value = if FAULTY && lane() % 2 == 1 {
         lanes::shfl(lane(), 3) // fault: shuffle_lines

@@ -10,8 +10,8 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
-use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{MutexGuard, Once};
 
 pub(super) type At = &'static Location<'static>;
 
@@ -722,11 +722,13 @@ impl Block {
         }
     }
 
+    #[inline(always)]
     fn shared(&mut self) -> &mut [u8] {
         // SAFETY: any bytes are bytes; the vector holds at least `shared_bytes` of them.
         unsafe { std::slice::from_raw_parts_mut(self.shared.as_mut_ptr().cast(), self.shared_bytes as usize) }
     }
 
+    #[inline(always)]
     fn stamp(&self, thread: u32, block: u32, kind: Kind, at: At) -> Stamp {
         let warp = thread / WARP as u32;
         let epoch = self.clocks[warp as usize][warp as usize];
@@ -734,7 +736,7 @@ impl Block {
     }
 
     /// Checks that `len` bytes of shared memory exist at `offset`, a multiple of `len`.
-    #[inline]
+    #[inline(always)]
     pub fn check_shared(&mut self, offset: u32, len: u32, at: At) {
         if u64::from(offset) + u64::from(len) > u64::from(self.shared_bytes) {
             let message = format!("{len} bytes at {offset} of {} bytes of shared memory", self.shared_bytes);
@@ -747,14 +749,20 @@ impl Block {
     }
 
     /// `thread` accesses shared memory.
-    #[inline]
+    #[inline(never)]
     fn watch_shared(&mut self, thread: u32, offset: u32, len: u32, kind: Kind, at: At) {
         let stamp = self.stamp(thread, 0, kind, at);
         let clock = &self.clocks[usize::from(stamp.warp)];
         let access = Access { stamp, clock, base: self.base, written_only: true };
         if let Err(conflict) = self.shadow.access(offset as usize..(offset + len) as usize, &access) {
-            self.conflict(conflict, &stamp, &format!("{len} bytes at offset {offset} of shared memory"));
+            self.shared_conflict(conflict, &stamp, offset, len);
         }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn shared_conflict(&mut self, conflict: Conflict, stamp: &Stamp, offset: u32, len: u32) -> ! {
+        self.conflict(conflict, stamp, &format!("{len} bytes at offset {offset} of shared memory"));
     }
 
     /// Reports what speaks against an access, and leaves the running lane.
@@ -799,7 +807,7 @@ impl Block {
     }
 
     /// Loads from shared memory.
-    #[inline]
+    #[inline(always)]
     pub fn load_shared<const N: usize>(&mut self, offset: u32, at: At) -> [u8; N] {
         self.check_shared(offset, N as u32, at);
         self.watch_shared(self.current, offset, N as u32, Kind::Read, at);
@@ -807,7 +815,7 @@ impl Block {
     }
 
     /// Stores to shared memory.
-    #[inline]
+    #[inline(always)]
     pub fn store_shared<const N: usize>(&mut self, offset: u32, value: [u8; N], at: At) {
         self.check_shared(offset, N as u32, at);
         self.watch_shared(self.current, offset, N as u32, Kind::Write, at);
@@ -816,7 +824,7 @@ impl Block {
 
     /// Accesses `len` bytes of a buffer, which exist at `offset` and are at most 16 and aligned: `act` gets a pointer to
     /// them. Where the launch may write the buffer, the bytes are locked meanwhile.
-    #[inline]
+    #[inline(always)]
     pub fn global<R>(
         &mut self,
         storage: &Storage,
@@ -827,31 +835,61 @@ impl Block {
         act: impl FnOnce(*mut u8) -> R,
     ) -> R {
         if kind != Kind::Write && !storage.is_written(offset, len) {
-            let place = place(storage, offset, len);
-            self.conflict(Conflict::Unwritten, &self.stamp(self.current, self.index, kind, at), &place);
+            let stamp = self.stamp(self.current, self.index, kind, at);
+            self.global_conflict(Conflict::Unwritten, &stamp, storage, offset, len);
         }
         // SAFETY: the caller's range is inside.
         let pointer = unsafe { storage.base().add(offset) };
         if kind == Kind::Read && !storage.is_tracked(offset, self.launch) {
             return act(pointer);
         }
+        let _page = self.watch_global(storage, offset, len, kind, at);
+        act(pointer)
+    }
+
+    /// The running lane accesses bytes that the launch may write. They stay locked until the result is dropped.
+    #[inline(never)]
+    fn watch_global<'a>(
+        &mut self,
+        storage: &'a Storage,
+        offset: usize,
+        len: usize,
+        kind: Kind,
+        at: At,
+    ) -> MutexGuard<'a, Option<Box<Page>>> {
         let stamp = self.stamp(self.current, self.index, kind, at);
         let clock = &self.clocks[usize::from(stamp.warp)];
         let access = Access { stamp, clock, base: 0, written_only: false };
-        let mut page = storage.page(offset);
-        let page = &mut **page.get_or_insert_with(|| Box::new(Page { launch: 0, shadow: Shadow::new() }));
+        let mut guard = storage.page(offset);
+        let page = &mut **guard.get_or_insert_with(|| Box::new(Page { launch: 0, shadow: Shadow::new() }));
         if page.launch != self.launch {
             page.launch = self.launch;
             page.shadow.clear(PAGE);
         }
         let start = offset % PAGE;
         if let Err(conflict) = page.shadow.access(start..start + len, &access) {
-            self.conflict(conflict, &stamp, &place(storage, offset, len));
+            drop(guard);
+            self.global_conflict(conflict, &stamp, storage, offset, len);
         }
         if kind == Kind::Write {
             storage.set_written(offset, len);
         }
-        act(pointer)
+        guard
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn global_conflict(
+        &mut self,
+        conflict: Conflict,
+        stamp: &Stamp,
+        storage: &Storage,
+        offset: usize,
+        len: usize,
+    ) -> ! {
+        let address = storage.address + offset as u64;
+        let place = format!("{len} bytes at device address {address:#x} (byte {offset} of {})", storage.len);
+        self.conflict(conflict, stamp, &place)
     }
 
     /// Whether the launch may write some of the 16 bytes at `address`.
@@ -903,12 +941,6 @@ impl Block {
             }
         }
     }
-}
-
-/// Names bytes of global memory.
-fn place(storage: &Storage, offset: usize, len: usize) -> String {
-    let address = storage.address + offset as u64;
-    format!("{len} bytes at device address {address:#x} (byte {offset} of {})", storage.len)
 }
 
 /// The fault when lanes are at two different operations.

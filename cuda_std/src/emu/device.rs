@@ -60,6 +60,7 @@ impl Storage {
     }
 
     /// Pointer to the first byte.
+    #[inline(always)]
     pub fn base(&self) -> *mut u8 {
         UnsafeCell::raw_get(self.data.as_ptr()).cast()
     }
@@ -72,29 +73,31 @@ impl Storage {
     }
 
     /// Whether launch `launch` may write to the page of byte `offset`.
-    #[inline]
+    #[inline(always)]
     pub fn is_tracked(&self, offset: usize, launch: u64) -> bool {
         self.tracked_by[offset / PAGE].load(Relaxed) == launch
     }
 
     /// Locks the page of byte `offset`.
+    #[inline]
     pub fn page(&self, offset: usize) -> MutexGuard<'_, Option<Box<Page>>> {
         self.pages[offset / PAGE].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    #[inline(always)]
     fn mask(offset: usize, len: usize) -> u64 {
         (u64::MAX >> (64 - len)) << (offset % 64)
     }
 
     /// Whether the `len` (at most 16, not across a multiple of 16) bytes at `offset` were all written.
-    #[inline]
+    #[inline(always)]
     pub fn is_written(&self, offset: usize, len: usize) -> bool {
         let mask = Self::mask(offset, len);
         self.written[offset / 64].load(Relaxed) & mask == mask
     }
 
     /// Marks bytes as written; `len` as for [`Storage::is_written`].
-    #[inline]
+    #[inline(always)]
     pub fn set_written(&self, offset: usize, len: usize) {
         let (word, mask) = (&self.written[offset / 64], Self::mask(offset, len));
         if word.load(Relaxed) & mask != mask {

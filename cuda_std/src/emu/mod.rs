@@ -238,10 +238,12 @@ pub fn store_shared_v4(offset: u32, value: [u32; 4]) {
     SharedAccess { offset, at: Location::caller() }.write(bytes(value));
 }
 
+#[inline(always)]
 fn words(bytes: [u8; 16]) -> [u32; 4] {
     std::array::from_fn(|i| u32::from_le_bytes([bytes[4 * i], bytes[4 * i + 1], bytes[4 * i + 2], bytes[4 * i + 3]]))
 }
 
+#[inline(always)]
 fn bytes(words: [u32; 4]) -> [u8; 16] {
     std::array::from_fn(|i| words[i / 4].to_le_bytes()[i % 4])
 }
@@ -262,13 +264,14 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
+    #[inline(always)]
     fn storage(&self) -> Option<&Storage> {
         // SAFETY: null, or alive while the launch runs (see `Sync`).
         unsafe { self.storage.as_ref() }
     }
 
     /// The allocation, and the offset in it of `len` bytes at element `index` of `size` bytes.
-    #[inline]
+    #[inline(always)]
     fn locate(&self, block: &mut Block, index: usize, size: usize, len: usize, at: At) -> (&Storage, usize) {
         let elements = self.bytes / size;
         let Some(storage) = self.storage().filter(|_| index < elements && self.bytes - index * size >= len) else {
@@ -359,6 +362,7 @@ macro_rules! loads {
             T::read(self.access(index, Location::caller()))
         }
 
+        #[inline(always)]
         fn access(&self, index: usize, at: At) -> GlobalAccess<'_> {
             GlobalAccess { buffer: &self.buffer, index, size: size_of::<T>(), at }
         }

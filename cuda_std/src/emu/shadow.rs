@@ -37,6 +37,7 @@ pub(super) struct Stamp {
 impl Stamp {
     const NONE: Stamp = Stamp { at: None, block: 0, epoch: 0, lanes: 0, warp: 0, kind: Kind::Read };
 
+    #[inline(always)]
     fn same_group(&self, other: &Stamp) -> bool {
         self.epoch == other.epoch
             && self.warp == other.warp
@@ -65,13 +66,13 @@ pub(super) struct Access<'a> {
 }
 
 impl Access<'_> {
-    #[inline]
+    #[inline(always)]
     fn live(&self, stamp: &Stamp) -> bool {
         stamp.at.is_some() && stamp.epoch > self.base
     }
 
     /// Whether `stamp`, which is live, is ordered before this access.
-    #[inline]
+    #[inline(always)]
     fn follows(&self, stamp: &Stamp) -> bool {
         if stamp.block != self.stamp.block {
             false
@@ -83,7 +84,7 @@ impl Access<'_> {
     }
 
     /// Whether the two must be ordered and are not.
-    #[inline]
+    #[inline(always)]
     fn races(&self, stamp: &Stamp) -> bool {
         let harmless = matches!((self.stamp.kind, stamp.kind), (Kind::Read, Kind::Read) | (Kind::Atomic, Kind::Atomic));
         !harmless && self.live(stamp) && !self.follows(stamp)
@@ -152,7 +153,7 @@ impl Shadow {
     }
 
     /// Makes an access to `range`, which lies inside.
-    #[inline]
+    #[inline(always)]
     pub fn access(&mut self, range: Range<usize>, access: &Access<'_>) -> Result<(), Conflict> {
         if range.start.is_multiple_of(4) && range.end.is_multiple_of(4) {
             for word in range.start / 4..range.end / 4 {
@@ -212,7 +213,7 @@ impl Shadow {
 }
 
 impl Cell {
-    #[inline]
+    #[inline(always)]
     fn access(&mut self, access: &Access<'_>, lists: &mut Lists) -> Result<(), Conflict> {
         if access.live(&self.write) {
             if self.write.kind == Kind::Pending {
