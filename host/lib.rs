@@ -2,6 +2,7 @@
 
 pub mod checkpoint;
 pub mod device;
+pub mod diff;
 pub mod error;
 pub mod formats;
 pub mod layer;
