@@ -2,7 +2,7 @@
 
 use super::device::{PAGE, Storage};
 use super::fault::{Fault, FaultKind, Party, Report, Source};
-use super::shadow::{Access, Conflict, Kind, Page, Shadow, Stamp};
+use super::shadow::{Access, Clocks, Conflict, Kind, Page, Shadow, Stamp};
 use super::tensor;
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, Yielder};
@@ -184,9 +184,7 @@ pub(super) struct Block {
     pub shared_bytes: u32,
     shared: Vec<u128>,
     shadow: Shadow,
-    /// For each warp, the epoch of each warp up to which accesses are ordered before what it does now. Its own entry is
-    /// the epoch that it is in.
-    clocks: Box<[[u32; WARP]; WARP]>,
+    clocks: Box<Clocks>,
     /// Epochs up to this one belong to blocks that ran in this place before.
     base: u32,
     random: Random,
@@ -413,7 +411,7 @@ impl Block {
             shared_bytes: 0,
             shared: Vec::new(),
             shadow: Shadow::new(),
-            clocks: Box::new([[0; WARP]; WARP]),
+            clocks: Box::new(Clocks::new()),
             base: 0,
             random: Random(0),
             fault: None,
@@ -478,15 +476,12 @@ impl Block {
         if self.shared.len() < words {
             self.shared.resize(words, 0);
         }
-        self.base = (0..WARP).map(|w| self.clocks[w][w]).max().unwrap_or(0);
+        self.base = self.clocks.latest();
         if self.base > u32::MAX / 2 {
             self.base = 0;
             self.shadow.clear(0);
         }
-        for (w, clock) in self.clocks.iter_mut().enumerate() {
-            *clock = [self.base; WARP];
-            clock[w] += 1;
-        }
+        self.clocks.begin(self.base);
         self.shadow.next_block(words * 16);
         let warps = job.threads as usize / WARP;
         let here = Location::caller();
@@ -606,14 +601,7 @@ impl Block {
         let warps = barrier.warps;
         if warps.count_ones() * WARP as u32 == threads {
             self.barriers[id] = None;
-            let mut joined = [0; WARP];
-            for w in (0..WARP).filter(|w| warps & 1 << w != 0) {
-                joined = std::array::from_fn(|i| joined[i].max(self.clocks[w][i]));
-            }
-            for w in (0..WARP).filter(|w| warps & 1 << w != 0) {
-                self.clocks[w] = joined;
-                self.clocks[w][w] += 1;
-            }
+            self.clocks.barrier(warps);
             for (i, warp) in self.warps.iter_mut().enumerate() {
                 if warps & 1 << i != 0 {
                     warp.arrived = 0;
@@ -665,7 +653,7 @@ impl Block {
             return self.ldmatrix(w, at);
         }
         if meet == Meet::SyncWarp {
-            self.clocks[w][w] += 1;
+            self.clocks.sync_warp(w);
             return;
         }
         let warp = &mut self.warps[w];
@@ -731,8 +719,14 @@ impl Block {
     #[inline(always)]
     fn stamp(&self, thread: u32, block: u32, kind: Kind, at: At) -> Stamp {
         let warp = thread / WARP as u32;
-        let epoch = self.clocks[warp as usize][warp as usize];
-        Stamp { at: Some(at), block, epoch, lanes: 1 << (thread % WARP as u32), warp: warp as u8, kind }
+        Stamp {
+            at: Some(at),
+            block,
+            epoch: self.clocks.epoch(warp as usize),
+            lanes: 1 << (thread % WARP as u32),
+            warp: warp as u8,
+            kind,
+        }
     }
 
     /// Checks that `len` bytes of shared memory exist at `offset`, a multiple of `len`.
@@ -752,7 +746,7 @@ impl Block {
     #[inline(never)]
     fn watch_shared(&mut self, thread: u32, offset: u32, len: u32, kind: Kind, at: At) {
         let stamp = self.stamp(thread, 0, kind, at);
-        let clock = &self.clocks[usize::from(stamp.warp)];
+        let clock = self.clocks.of(stamp.warp);
         let access = Access { stamp, clock, base: self.base, written_only: true };
         if let Err(conflict) = self.shadow.access(offset as usize..(offset + len) as usize, &access) {
             self.shared_conflict(conflict, &stamp, offset, len);
@@ -858,7 +852,7 @@ impl Block {
         at: At,
     ) -> MutexGuard<'a, Option<Box<Page>>> {
         let stamp = self.stamp(self.current, self.index, kind, at);
-        let clock = &self.clocks[usize::from(stamp.warp)];
+        let clock = self.clocks.of(stamp.warp);
         let access = Access { stamp, clock, base: 0, written_only: false };
         let mut guard = storage.page(offset);
         let page = &mut **guard.get_or_insert_with(|| Box::new(Page { launch: 0, shadow: Shadow::new() }));
