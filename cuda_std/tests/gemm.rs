@@ -102,8 +102,8 @@ fn body<const FORM: u32>(a: In<u16>, b: In<u16>, c: Out<f32>, k: u32) {
         }
     }
     let row = (first_row + warp() * 16 + g) as usize;
-    for i in 0..4 {
-        c.store((row + i / 2 * 8) * COLUMNS as usize + 2 * t as usize + i % 2, sum[i]);
+    for (i, value) in sum.into_iter().enumerate() {
+        c.store((row + i / 2 * 8) * COLUMNS as usize + 2 * t as usize + i % 2, value);
     }
 }
 

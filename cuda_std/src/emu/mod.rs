@@ -4,6 +4,46 @@
 //! in parallel on rayon, one at a time on an operating-system thread. Warp operations and barriers are meetings: an
 //! operation is done when all have come. `seed` decides the order in which lanes and blocks run.
 //!
+//! ```
+//! use cuda_std::emu::{Device, FaultKind, Launch};
+//! use cuda_std::kernel::Family;
+//! use cuda_std::memory::{In, Out};
+//! use cuda_std::{arch::ArchId, kernels, thread};
+//!
+//! fn body(x: In<f32>, y: Out<f32>, n: u32) {
+//!     let i = thread::block_idx() * thread::block_dim() + thread::thread_idx();
+//!     if i < n {
+//!         y.store(i as usize, 2.0 * x.load(i as usize));
+//!     }
+//! }
+//!
+//! kernels! {
+//!     /// Doubles.
+//!     pub mod double(x: In<f32>, y: Out<f32>, n: u32);
+//!     double_f32[128, 1] = |_A| body;
+//! }
+//!
+//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//!     let device = Device::new();
+//!     let x = device.upload(&[1.0f32; 300]);
+//!     let mut y = device.alloc(300 * 4);
+//!     let kernel = double::double_f32;
+//!     let launch =
+//!         Launch { device: &device, grid: 3, threads: kernel.threads, shared_bytes: 0, arch: ArchId::Sm90, seed: 7 };
+//!     let args = double::Args { x: x.as_ref(), y: y.as_mut(), n: 300 };
+//!     (kernel.emulate)(&launch, double::Family::pack(args).as_slice())?;
+//!     assert_eq!(y.download::<f32>()?, [2.0; 300]);
+//!
+//!     // One element too many: block 2, thread 44.
+//!     let args = double::Args { x: x.as_ref(), y: y.as_mut(), n: 301 };
+//!     let fault = (kernel.emulate)(&launch, double::Family::pack(args).as_slice()).unwrap_err();
+//!     assert_eq!(fault.kind, FaultKind::OutOfBounds);
+//!     let party = fault.party.as_ref().unwrap();
+//!     assert_eq!((party.block, party.thread), (2, 44));
+//!     Ok(())
+//! }
+//! ```
+//!
 //! # What is reported
 //! A [`Fault`] names kernel, block, thread and source line, and the other thread where there is one.
 //!
