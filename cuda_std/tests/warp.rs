@@ -207,6 +207,22 @@ fn every_thread_of_every_block_runs_once() {
     }
 }
 
+/// A caller that holds a lock over its launches must not be entered again by the pool's other work.
+#[test]
+fn launches_from_a_pool_do_not_nest() {
+    use rayon::prelude::*;
+    let device = std::sync::Mutex::new(Device::new());
+    (0..64u64).into_par_iter().for_each(|seed| {
+        let device = device.lock().expect("no launch panics");
+        let (input, mut output) = (device.upload(&[0u32]), device.alloc(64 * 96 * 4));
+        let kernel = operations::indices;
+        let launch =
+            Launch { device: &device, grid: 64, threads: kernel.threads, shared_bytes: 0, arch: ArchId::Sm90, seed };
+        let args = operations::Args { input: input.as_ref(), output: output.as_mut() };
+        (kernel.emulate)(&launch, operations::Family::pack(args).as_slice()).expect("correct");
+    });
+}
+
 #[test]
 fn the_seed_does_not_change_a_correct_kernel() {
     let output = run(operations::orders, 1, &[0], 256);

@@ -120,7 +120,7 @@ pub fn run(launch: &Launch<'_>, args: &[Packed], name: &'static str, body: &(dyn
         stop: &stop,
     };
     let order = Order::new(launch.grid, launch.seed);
-    (0..launch.grid).into_par_iter().for_each(|i| {
+    let one = |i| {
         if stop.load(Relaxed) {
             return;
         }
@@ -132,7 +132,14 @@ pub fn run(launch: &Launch<'_>, args: &[Packed], name: &'static str, body: &(dyn
                 *first = Some((block, fault));
             }
         }
-    });
+    };
+    if rayon::current_thread_index().is_some() {
+        // Waiting for a parallel loop, a thread of the pool would take up other work of its pool, perhaps another launch,
+        // while its caller holds the device.
+        (0..launch.grid).for_each(one);
+    } else {
+        (0..launch.grid).into_par_iter().for_each(one);
+    }
     match first.into_inner().unwrap_or_else(PoisonError::into_inner) {
         Some((_, fault)) => Err(fault),
         None => Ok(()),

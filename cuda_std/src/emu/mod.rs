@@ -1,7 +1,8 @@
 //! The SIMT emulator: runs a kernel's own Rust code on the CPU and reports what a GPU would let pass silently.
 //!
 //! [`Device`] holds memory under addresses like a GPU's. A [`Launch`] runs each lane of a block as a coroutine; blocks run
-//! in parallel on rayon, one at a time on an operating-system thread. Warp operations and barriers are meetings: an
+//! in parallel on rayon (in turn where the launch itself runs on a thread of the pool), one at a time on an
+//! operating-system thread. Warp operations and barriers are meetings: an
 //! operation is done when all have come. `seed` decides the order in which lanes and blocks run.
 //!
 //! ```
