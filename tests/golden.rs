@@ -127,6 +127,8 @@ enum Addend {
     Subnormal,
     Moderate,
     MinusFirstLane,
+    /// Just below a power of two, of any size: the hardest to truncate.
+    AllOnes,
 }
 
 /// A reproducible stream of words (splitmix64).
@@ -176,6 +178,10 @@ impl Stream {
             Addend::Zero => (self.next() as u32) & 0x8000_0000,
             Addend::NearMax => (self.next() as u32 & 0x8000_00ff) | 0x7f7f_ff00,
             Addend::Subnormal => self.next() as u32 & 0x80ff_ffff,
+            Addend::AllOnes => {
+                let exponent = 80 + self.next() as u32 % 80;
+                (self.next() as u32 & 0x8000_0000) | exponent << 23 | (0x7f_ffff - (self.next() as u32 % 4))
+            }
             Addend::Moderate | Addend::MinusFirstLane => (self.unit() * 50.0).to_bits(),
         }
     }
@@ -238,7 +244,7 @@ fn family() -> impl Strategy<Value = Family> {
 
 fn addend() -> impl Strategy<Value = Addend> {
     use Addend::*;
-    prop::sample::select(vec![AnyBits, Zero, NearMax, Subnormal, Moderate, MinusFirstLane])
+    prop::sample::select(vec![AnyBits, Zero, NearMax, Subnormal, Moderate, MinusFirstLane, AllOnes])
 }
 
 proptest! {
