@@ -378,7 +378,7 @@ fn activation_row(format: Activation, values: &[u16], index: usize, cols: usize)
     Row::new(steps(cols), |position| Operand::decode(format, values.get(seed_k(position)).copied().unwrap_or(0)))
 }
 
-/// Fills into[pair][row] for all live pairs. `work` is called with an expert, the first of up to LANES rows, and the
+/// Fills `into[pair][row]` for all live pairs. `work` is called with an expert, the first of up to LANES rows, and the
 /// expert's pairs, and gives one [T; LANES] per pair.
 pub(super) fn for_all_rows<T: Copy + Send>(
     route: &Route,
@@ -445,8 +445,8 @@ fn became_infinite(x: f32, x16: u16) -> bool {
 
 /// FC1 and SwiGLU: h [M·top_k, I] in the activation format, and whether on the f16 path a finite element became infinite.
 ///
-/// `x` [M, K] is in the activation format ([`convert_x`]). In f32: g = alpha1[e][1]·G, u = alpha1[e][0]·U, both clamped,
-/// h = (g / (1 + exp(-g)))·u, rounded once. Rows of skipped pairs are 0 and stand for "not computed".
+/// `x` [M, K] is in the activation format ([`convert_x`]). In f32: `g = alpha1[e][1]·G`, `u = alpha1[e][0]·U`, both
+/// clamped, `h = (g / (1 + exp(-g)))·u`, rounded once. Rows of skipped pairs are 0 and stand for "not computed".
 pub fn fc1(
     view: &Nvfp4View<'_>,
     options: &LayerOptions,
@@ -492,8 +492,8 @@ pub fn fc1(
     Ok((h, out_of_range.into_inner()))
 }
 
-/// FC2: ypart [M·top_k, H] with ypart[pair] = (alpha2[e]·w[pair])·y, y one chain over I. Rows of skipped pairs are 0 and
-/// stand for "not computed".
+/// FC2: ypart \[M·top_k, H\], per pair `(alpha2[e]·w)·y` with y one chain over I. Rows of skipped pairs are 0 and stand for
+/// "not computed".
 pub fn fc2(
     view: &Nvfp4View<'_>,
     options: &LayerOptions,
