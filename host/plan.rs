@@ -57,7 +57,11 @@ pub fn choose_variant(_shape: &LayerShape, _tokens: usize, _device: &Properties)
 /// Errors that name the first size or option outside its limits.
 pub fn check(shape: &LayerShape, options: &LayerOptions) -> Result<()> {
     let within = |name, value: usize, low: usize, high: usize| {
-        if (low..=high).contains(&value) { Ok(()) } else { Err(Error::argument(name, value, format!("{low} to {high}"))) }
+        if (low..=high).contains(&value) {
+            Ok(())
+        } else {
+            Err(Error::argument(name, value, format!("{low} to {high}")))
+        }
     };
     within("experts", shape.experts, 1, MAX_EXPERTS)?;
     within("top_k", shape.top_k, 1, MAX_TOP_K)?;
@@ -71,7 +75,9 @@ pub fn check(shape: &LayerShape, options: &LayerOptions) -> Result<()> {
     }
     match options.limit {
         // Written so that NaN is refused too.
-        Some(limit) if !(limit > 0.0) => Err(Error::argument("limit", limit, "a positive number, or None for no clamp")),
+        Some(limit) if !(limit > 0.0) => {
+            Err(Error::argument("limit", limit, "a positive number, or None for no clamp"))
+        }
         _ => Ok(()),
     }
 }
@@ -211,10 +217,7 @@ impl Plan {
         let fc2_units = entries * output.div_ceil(kernels_gpu::stream::ROWS as usize);
         let summed = tokens * if output.is_multiple_of(4) { output / 4 } else { output };
         Launches {
-            route_prep: Grid {
-                blocks: 1 + rewriting,
-                shared_bytes: route_prep::shared_bytes(warps, experts as u32),
-            },
+            route_prep: Grid { blocks: 1 + rewriting, shared_bytes: route_prep::shared_bytes(warps, experts as u32) },
             counting_warps: warps,
             fc1: Grid {
                 blocks: blocks(entries * (intermediate / fc1::UNIT_COLUMNS as usize), fc1_resident),
@@ -224,7 +227,10 @@ impl Plan {
                 blocks: blocks(fc2_units.div_ceil(warps2 as usize), fc2_resident),
                 shared_bytes: fc2::shared_bytes(warps2),
             },
-            combine: Grid { blocks: blocks(summed.div_ceil(combine::THREADS as usize), 8 * multiprocessors), shared_bytes: 0 },
+            combine: Grid {
+                blocks: blocks(summed.div_ceil(combine::THREADS as usize), 8 * multiprocessors),
+                shared_bytes: 0,
+            },
         }
     }
 

@@ -43,10 +43,7 @@ impl Workspace {
         self.memory.device().download(self.memory.address(), &mut word)?;
         self.clear_status()?;
         let word = u32::from_le_bytes(word);
-        Ok(Status {
-            bad_expert_id: word & status::BAD_EXPERT_ID != 0,
-            f16_range: word & status::F16_RANGE != 0,
-        })
+        Ok(Status { bad_expert_id: word & status::BAD_EXPERT_ID != 0, f16_range: word & status::F16_RANGE != 0 })
     }
 
     /// Sets every byte but the status word, to show that passes depend on nothing that was there.

@@ -1,6 +1,5 @@
 //! One NVFP4 layer with one batch, as raw arrays into which any value can be written, and that every back end can be given.
 
-use kernels_gpu::layout::scale::{padded_cols, swizzled_len, swizzled_offset};
 use crate::device::{Buffer, DeviceHandle};
 use crate::error::Result;
 use crate::formats::nvfp4::{ExpertShape, Nvfp4Buffers, Nvfp4Experts};
@@ -10,6 +9,7 @@ use crate::plan::{Plan, Variant, choose_variant};
 use crate::reference::{LayerInputs, LayerResult, Mode, Nvfp4View, Status, layer, math};
 use crate::types::{Activation, LayerOptions, LayerShape, XType};
 use crate::workspace::Workspace;
+use kernels_gpu::layout::scale::{padded_cols, swizzled_len, swizzled_offset};
 
 /// e4m3 code of 1.0.
 pub const ONE: u8 = 0x38;
@@ -209,15 +209,19 @@ impl Case {
     /// The weights, packed.
     pub fn experts(&self) -> Result<Nvfp4Experts> {
         let LayerShape { hidden, intermediate, output, experts, .. } = self.shape;
-        let scales = |name, bytes: &[u8], rows, cols| SwizzledScales::from_bytes(name, bytes.to_vec(), experts, rows, cols);
-        Nvfp4Experts::new(ExpertShape { experts, hidden, intermediate, output }, Nvfp4Buffers {
-            w13: self.w13.clone(),
-            s13: scales("s13", &self.s13, 2 * intermediate, hidden / 16)?,
-            alpha1: self.alpha1.clone(),
-            w2: self.w2.clone(),
-            s2: scales("s2", &self.s2, output, intermediate / 16)?,
-            alpha2: self.alpha2.clone(),
-        })
+        let scales =
+            |name, bytes: &[u8], rows, cols| SwizzledScales::from_bytes(name, bytes.to_vec(), experts, rows, cols);
+        Nvfp4Experts::new(
+            ExpertShape { experts, hidden, intermediate, output },
+            Nvfp4Buffers {
+                w13: self.w13.clone(),
+                s13: scales("s13", &self.s13, 2 * intermediate, hidden / 16)?,
+                alpha1: self.alpha1.clone(),
+                w2: self.w2.clone(),
+                s2: scales("s2", &self.s2, output, intermediate / 16)?,
+                alpha2: self.alpha2.clone(),
+            },
+        )
     }
 
     /// The batch and the layer on a device, ready to run.
@@ -292,7 +296,12 @@ impl DeviceCase {
             XType::F16 => Hidden::F16(&self.x),
         };
         let (topk_ids, topk_weights) = (&self.topk_ids, &self.topk_weights);
-        self.layer.forward(&self.plan, &self.workspace, Inputs { tokens: self.tokens, x, topk_ids, topk_weights }, &self.out)
+        self.layer.forward(
+            &self.plan,
+            &self.workspace,
+            Inputs { tokens: self.tokens, x, topk_ids, topk_weights },
+            &self.out,
+        )
     }
 
     /// Poisons scratch memory and output, runs the layer and takes output and status.
