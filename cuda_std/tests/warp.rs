@@ -11,6 +11,9 @@ use cuda_std::shared::Shared;
 use cuda_std::sync::{sync_threads, sync_warp};
 use cuda_std::thread::{block_dim, block_idx, grid_dim, lane, thread_idx, warp};
 use cuda_std::{copy, warp as lanes};
+use std::collections::HashSet;
+use std::sync::Mutex;
+use std::thread::ThreadId;
 
 kernels! {
     pub mod operations(input: In<u32>, output: Out<u32>);
@@ -19,6 +22,7 @@ kernels! {
     matrices[32, 1] = |_A| matrix;
     copies[32, 1] = |_A| copy_kinds;
     indices[96, 1] = |_A| index;
+    blocks[32, 1] = |_A| slow;
     orders[256, 1] = |_A| order;
 }
 
@@ -207,20 +211,36 @@ fn every_thread_of_every_block_runs_once() {
     }
 }
 
-/// A caller that holds a lock over its launches must not be entered again by the pool's other work.
+/// Threads that ran a block of `slow`, with the launch's tag.
+static RAN: Mutex<Vec<(u32, ThreadId)>> = Mutex::new(Vec::new());
+
+/// Leaves others time to take up the next block.
+fn slow(input: In<u32>, _: Out<u32>) {
+    let tag = input.load(0);
+    if thread_idx() == 0 {
+        RAN.lock().expect("nobody panics").push((tag, std::thread::current().id()));
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+}
+
+/// A thread of the pool that waited for the others would meanwhile begin other work of its pool, perhaps a launch of the
+/// device that its caller has locked.
 #[test]
-fn launches_from_a_pool_do_not_nest() {
-    use rayon::prelude::*;
-    let device = std::sync::Mutex::new(Device::new());
-    (0..64u64).into_par_iter().for_each(|seed| {
-        let device = device.lock().expect("no launch panics");
-        let (input, mut output) = (device.upload(&[0u32]), device.alloc(64 * 96 * 4));
-        let kernel = operations::indices;
-        let launch =
-            Launch { device: &device, grid: 64, threads: kernel.threads, shared_bytes: 0, arch: ArchId::Sm90, seed };
-        let args = operations::Args { input: input.as_ref(), output: output.as_mut() };
-        (kernel.emulate)(&launch, operations::Family::pack(args).as_slice()).expect("correct");
+fn a_launch_on_a_thread_of_the_pool_stays_there() {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(4).build().expect("threads");
+    let threads = |tag| {
+        let ran = RAN.lock().expect("nobody panics");
+        let of_launch: Vec<_> = ran.iter().filter(|(other, _)| *other == tag).collect();
+        assert_eq!(of_launch.len(), 3 * 16, "every block of every set of paths");
+        of_launch.iter().map(|(_, thread)| *thread).collect::<HashSet<_>>()
+    };
+    let inside = pool.install(|| {
+        run(operations::blocks, 16, &[1], 0);
+        std::thread::current().id()
     });
+    assert_eq!(threads(1), HashSet::from([inside]));
+    run(operations::blocks, 16, &[2], 0);
+    assert!(!threads(2).contains(&std::thread::current().id()), "elsewhere it is the pool that runs blocks");
 }
 
 #[test]
