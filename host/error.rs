@@ -103,3 +103,8 @@ impl Error {
 pub fn check_len(name: &'static str, given: usize, needed: usize) -> Result<()> {
     if given == needed { Ok(()) } else { Err(Error::BufferLength { name, given, needed }) }
 }
+
+/// `Err` naming `name` where `given` is less than `needed`.
+pub fn check_at_least(name: &'static str, given: usize, needed: usize) -> Result<()> {
+    if given >= needed { Ok(()) } else { Err(Error::BufferLength { name, given, needed }) }
+}

@@ -254,6 +254,8 @@ fn scales_of_a_wrong_length_name_the_buffer() {
         SwizzledScales::from_bytes("s13", vec![], usize::MAX, 128, 4).unwrap_err(),
         SwizzledScales::from_bytes("s13", vec![], 1, usize::MAX, 4).unwrap_err(),
         SwizzledScales::zeroed("s13", 2, usize::MAX / 256, usize::MAX / 4).unwrap_err(),
+        SwizzledScales::zeroed("s13", 1, 1 << 61, 4).unwrap_err(),
+        SwizzledScales::zeroed("s13", 1, 1 << 58, 4).unwrap_err(),
         LinearScales::new("s13", usize::MAX, 2, vec![]).unwrap_err(),
         SwizzledScales::swizzle("s13", &[]).unwrap_err(),
     ] {
@@ -406,6 +408,17 @@ fn a7_subnormal_block_scale() {
     assert_eq!(probe_out(&pack(&parts), &[8.0]), 2.0);
     for (code, value) in [(0x01, 1.0 / 512.0), (0x07, 7.0 / 512.0), (0x08, 1.0 / 64.0), (0x80, -0.0), (0xB8, -1.0)] {
         assert_eq!(e4m3::decode(code).to_bits(), f32::to_bits(value));
+    }
+}
+
+#[test]
+fn a_nan_block_scale_makes_its_block_nan_and_no_other() {
+    for nan in [0x7F, 0xFF] {
+        let matrix = Zeros { scales: vec![(1, nan)], ..Zeros::new(I, K, 0x96, ONE) }.build();
+        let weights = matrix.dequantize();
+        assert!(weights[16..32].iter().all(|weight| weight.to_bits() == 0x7FFF_FFFF), "{:?}", &weights[16..32]);
+        assert_eq!(weights.iter().filter(|weight| weight.is_nan()).count(), 16);
+        assert_eq!(weights[..2], [4.0, -0.5]);
     }
 }
 

@@ -1,10 +1,8 @@
 //! The CPU reference against answers known beforehand: public bug reports turned into inputs, definitions spelled out
 //! a second time, and f64.
 
-mod common;
-
-use common::probe::{ONE, Probe, Random, SHAPE, floats};
 use kernels_gpu::layout::scale::{padded_cols, swizzled_offset};
+use megamoe::diff::{Case as Probe, ONE, Random, SHAPE, floats};
 use megamoe::reference::mma::{NAN, mma16};
 use megamoe::reference::{LayerInputs, Mode, Status, combine, fc1, fc2, layer_bound, math, route_prep, sum_bound};
 use megamoe::{Activation, Error, LayerOptions, LayerShape, Order, Split, XType};

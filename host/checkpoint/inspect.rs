@@ -167,8 +167,9 @@ struct Weight {
 
 fn describe_weight(store: &TensorStore, base: &str) -> Option<Weight> {
     let has = |suffix: &str| [".", "_"].iter().any(|joint| store.find(&format!("{base}{joint}{suffix}")).is_some());
-    let packed = store.find(&format!("{base}.weight_packed"));
-    let tensor = packed.or_else(|| ["", ".weight"].iter().find_map(|suffix| store.find(&format!("{base}{suffix}"))))?;
+    let find = |suffixes: &[&str]| suffixes.iter().find_map(|suffix| store.find(&format!("{base}{suffix}")));
+    let packed = find(&[".weight_packed", "_weight_packed"]);
+    let tensor = packed.or_else(|| find(&["", ".weight"]))?;
     let (format, per_element) = match tensor.dtype {
         Dtype::U8 if packed.is_some() && has("weight_global_scale") => (ExpertFormat::Nvfp4CompressedTensors, 2),
         Dtype::U8 if packed.is_none() && has("weight_scale_2") => (ExpertFormat::Nvfp4ModelOpt, 2),

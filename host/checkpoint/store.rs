@@ -82,16 +82,18 @@ impl TensorStore {
         for (tensor, shard) in index.weight_map.0 {
             shards.entry(shard).or_default().push(tensor);
         }
-        let mut store = Self { path: folder.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() };
-        for (shard, tensors) in shards {
-            // The index comes from outside: a name may point to a file of this folder and nowhere else.
-            if !is_plain_file_name(&shard) {
+        // Before any is opened: the index comes from outside, and may point to files of this folder and nowhere else.
+        for (shard, tensors) in &shards {
+            if !is_plain_file_name(shard) {
                 return Err(bad(format!("the shard `{shard}` of `{}` is no plain file name", tensors[0])));
             }
-            let path = folder.join(&shard);
-            if !path.exists() {
+            if !folder.join(shard).exists() {
                 return Err(bad(format!("the shard `{shard}` with `{}` is missing", tensors[0])));
             }
+        }
+        let mut store = Self { path: folder.to_path_buf(), files: Vec::new(), tensors: BTreeMap::new() };
+        for (shard, tensors) in shards {
+            let path = folder.join(&shard);
             let number = store.files.len();
             let (file, mut infos) = TensorFile::open(&path)?;
             for tensor in tensors {
@@ -257,8 +259,8 @@ const HEADER_START: usize = 8;
 
 /// Checks every data offset against the file, and that no name comes twice.
 ///
-/// The `safetensors` crate validates the rest, but it adds offsets without looking for overflow (which panics, or in
-/// release builds accepts offsets far beyond the file), and keeps the last of two tensors with one name.
+/// The `safetensors` crate validates the rest, but it adds the end of the data to the header's length, which panics
+/// where overflow is checked, and it keeps the last of two tensors with one name.
 fn check_header(bytes: &[u8]) -> std::result::Result<(), String> {
     let too_short = || format!("{} bytes are too few for the header", bytes.len());
     let (length, rest) = bytes.split_first_chunk::<HEADER_START>().ok_or_else(too_short)?;

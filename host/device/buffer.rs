@@ -21,9 +21,8 @@ pub struct Buffer<T> {
 impl<T: Element> Buffer<T> {
     /// Uninitialised memory.
     pub fn new(device: &DeviceHandle, len: usize) -> Result<Self> {
-        let bytes = len
-            .checked_mul(size_of::<T>())
-            .ok_or_else(|| Error::argument("len", len, "a size in bytes below 2^64"))?;
+        let bytes =
+            len.checked_mul(size_of::<T>()).ok_or_else(|| Error::argument("len", len, "a size in bytes below 2^64"))?;
         let address = device.allocate(bytes)?;
         Ok(Buffer { device: device.clone(), address, len, element: PhantomData })
     }

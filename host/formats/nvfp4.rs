@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use rayon::prelude::*;
 
 use super::scales::{LinearScales, SwizzledScales, product, write_swizzled};
-use super::{NVFP4_BLOCK, e2m1, e4m3};
+use super::{NVFP4_BLOCK, e2m1, e4m3, float16};
 use crate::error::{Error, Result, check_len};
 use crate::types::LayerShape;
 
@@ -181,14 +181,15 @@ impl<'a> Nvfp4Matrix<'a> {
         self.scales.bytes().iter().any(|&byte| e4m3::is_nan(byte))
     }
 
-    /// f32 weights [rows, cols]: code·(scale·multiplier) or code·(scale/divisor), the bits of the convention's own tool.
+    /// f32 weights [rows, cols]: code·(scale·multiplier) or code·(scale/divisor), the bits of the convention's own tool
+    /// (but for the code of -0, which ModelOpt turns into +0). A NaN scale gives 0x7FFFFFFF.
     pub fn dequantize(&self) -> Vec<f32> {
         let mut out = Vec::with_capacity(self.rows * self.cols);
         for (block, &scale) in self.codes.chunks_exact(NVFP4_BLOCK / 2).zip(self.scales.bytes()) {
             let scale = self.global.apply(scale);
             for &byte in block {
                 let (even, odd) = e2m1::unpack(byte);
-                out.extend([e2m1::decode(even) * scale, e2m1::decode(odd) * scale]);
+                out.extend([even, odd].map(|code| float16::canonical_f32(e2m1::decode(code) * scale)));
             }
         }
         out
@@ -219,7 +220,7 @@ pub struct Nvfp4Buffers {
     pub w2: Vec<u8>,
     /// Block scales of w2: H rows, I/16 columns.
     pub s2: SwizzledScales,
-    /// Global scales of w2 as multipliers, [E].
+    /// Global scales of w2 as multipliers, `[E]`.
     pub alpha2: Vec<f32>,
 }
 
@@ -330,7 +331,7 @@ impl Nvfp4Experts {
         &self.buffers.s2
     }
 
-    /// Global scales of w2 as multipliers, [E].
+    /// Global scales of w2 as multipliers, `[E]`.
     pub fn alpha2(&self) -> &[f32] {
         &self.buffers.alpha2
     }

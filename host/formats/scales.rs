@@ -64,10 +64,15 @@ impl SwizzledScales {
         Ok(Self { experts, rows, cols, bytes })
     }
 
-    /// All scales 0.
+    /// All scales 0. `name` is what an error calls the buffer; there is one too if memory does not suffice.
     pub fn zeroed(name: &'static str, experts: usize, rows: usize, cols: usize) -> Result<Self> {
         let len = product(name, &[experts, expert_len(name, rows, cols)?])?;
-        Ok(Self { experts, rows, cols, bytes: vec![0; len] })
+        let mut bytes = Vec::new();
+        bytes
+            .try_reserve_exact(len)
+            .map_err(|error| Error::argument(name, format!("{len} bytes"), error.to_string()))?;
+        bytes.resize(len, 0);
+        Ok(Self { experts, rows, cols, bytes })
     }
 
     /// Swizzles one matrix per expert; all have the shape of the first. `name` is what an error calls them.
@@ -173,10 +178,11 @@ fn expert_len(name: &'static str, rows: usize, cols: usize) -> Result<usize> {
     }
 }
 
-/// Product of `factors`, or an error naming `name` where it passes `usize`.
+/// Product of `factors`, or an error naming `name` where it passes `isize`, the most bytes of a buffer.
 pub(super) fn product(name: &'static str, factors: &[usize]) -> Result<usize> {
     factors
         .iter()
         .try_fold(1usize, |product, &factor| product.checked_mul(factor))
+        .filter(|&product| product <= isize::MAX as usize)
         .ok_or_else(|| Error::argument(name, format!("of size {factors:?}"), "sizes whose product fits 64 bits"))
 }

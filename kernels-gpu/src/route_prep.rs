@@ -32,18 +32,13 @@ pub const fn max_entries(pairs: usize, experts: usize) -> usize {
     if packed < pairs { packed } else { pairs }
 }
 
-/// Warps that count pairs. Each has its own table of `experts` counters, of which 216 KB must hold all.
-pub const fn counting_warps(pairs: usize, experts: usize) -> u32 {
-    let fit = 216 * 1024 / 4 / experts - 2;
-    let useful = pairs.div_ceil(32);
-    let warps = if fit < useful { fit } else { useful };
-    if warps < 1 {
-        1
-    } else if warps > 32 {
-        32
-    } else {
-        warps as u32
+/// Warps that count pairs. Each has its own table of `experts` counters, and all must fit into `shared_limit` bytes.
+pub const fn counting_warps(pairs: usize, experts: usize, shared_limit: u32) -> u32 {
+    let mut warps = 1;
+    while warps < 32 && warps * 32 < pairs && shared_bytes(warps as u32 + 1, experts as u32) <= shared_limit {
+        warps += 1;
     }
+    warps as u32
 }
 
 /// Bytes of shared memory for `warps` counting warps.

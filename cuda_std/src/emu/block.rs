@@ -1,6 +1,8 @@
 //! One block: its lanes as coroutines, their schedule, and where they meet.
 
+use super::device::{PAGE, Storage};
 use super::fault::{Fault, FaultKind, Party, Report, Source};
+use super::shadow::{Access, Conflict, Kind, Page, Shadow, Stamp};
 use super::tensor;
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, Yielder};
@@ -132,8 +134,11 @@ struct Barrier {
 struct Copy {
     to: u32,
     size: u32,
-    from: *const u8,
+    /// Allocation and offset of what is read; null where nothing is.
+    from: (*const Storage, usize),
+    /// Bytes that are read; the rest is filled with zeros.
     bytes: u32,
+    at: At,
 }
 
 struct Lane {
@@ -174,6 +179,12 @@ pub(super) struct Block {
     barriers: [Option<Barrier>; 16],
     pub shared_bytes: u32,
     shared: Vec<u128>,
+    shadow: Shadow,
+    /// For each warp, the epoch of each warp up to which accesses are ordered before what it does now. Its own entry is
+    /// the epoch that it is in.
+    clocks: Box<[[u32; WARP]; WARP]>,
+    /// Epochs up to this one belong to blocks that ran in this place before.
+    base: u32,
     random: Random,
     fault: Option<Fault>,
     /// A fault in another block has ended the launch.
@@ -396,6 +407,9 @@ impl Block {
             barriers: [None; 16],
             shared_bytes: 0,
             shared: Vec::new(),
+            shadow: Shadow::new(),
+            clocks: Box::new([[0; WARP]; WARP]),
+            base: 0,
             random: Random(0),
             fault: None,
             stopped: false,
@@ -457,9 +471,19 @@ impl Block {
         self.barriers = [None; 16];
         self.shared_bytes = job.shared_bytes;
         let words = job.shared_bytes.div_ceil(16) as usize;
-        self.shared.clear();
-        // A NaN in every float format.
-        self.shared.resize(words, u128::MAX);
+        if self.shared.len() < words {
+            self.shared.resize(words, 0);
+        }
+        self.base = (0..WARP).map(|w| self.clocks[w][w]).max().unwrap_or(0);
+        if self.base > u32::MAX / 2 {
+            self.base = 0;
+            self.shadow.clear(0);
+        }
+        for (w, clock) in self.clocks.iter_mut().enumerate() {
+            *clock = [self.base; WARP];
+            clock[w] += 1;
+        }
+        self.shadow.next_block(words * 16);
         let warps = job.threads as usize / WARP;
         let here = Location::caller();
         self.warps.clear();
@@ -578,6 +602,14 @@ impl Block {
         let warps = barrier.warps;
         if warps.count_ones() * WARP as u32 == threads {
             self.barriers[id] = None;
+            let mut joined = [0; WARP];
+            for w in (0..WARP).filter(|w| warps & 1 << w != 0) {
+                joined = std::array::from_fn(|i| joined[i].max(self.clocks[w][i]));
+            }
+            for w in (0..WARP).filter(|w| warps & 1 << w != 0) {
+                self.clocks[w] = joined;
+                self.clocks[w][w] += 1;
+            }
             for (i, warp) in self.warps.iter_mut().enumerate() {
                 if warps & 1 << i != 0 {
                     warp.arrived = 0;
@@ -628,6 +660,10 @@ impl Block {
         if meet == Meet::Ldmatrix {
             return self.ldmatrix(w, at);
         }
+        if meet == Meet::SyncWarp {
+            self.clocks[w][w] += 1;
+            return;
+        }
         let warp = &mut self.warps[w];
         let (inputs, outputs) = (&warp.inputs, &mut warp.outputs);
         match meet {
@@ -667,14 +703,16 @@ impl Block {
         }
     }
 
-    fn ldmatrix(&mut self, w: usize, _at: At) {
+    fn ldmatrix(&mut self, w: usize, at: At) {
         for matrix in 0..4 {
             for row in 0..8 {
                 let from = self.warps[w].inputs[8 * matrix + row][0];
                 for t in 0..4 {
-                    let offset = from as usize + 4 * t;
-                    let word = u32::from_le_bytes(self.shared()[offset..offset + 4].try_into().expect("4 bytes"));
-                    self.warps[w].outputs[4 * row + t][matrix] = word;
+                    // The lane that gets a word is the one that reads it.
+                    let (lane, offset) = (4 * row + t, from + 4 * t as u32);
+                    self.watch_shared((w * WARP + lane) as u32, offset, 4, Kind::Read, at);
+                    let word = self.shared()[offset as usize..][..4].try_into().expect("4 bytes");
+                    self.warps[w].outputs[lane][matrix] = u32::from_le_bytes(word);
                 }
             }
         }
@@ -683,6 +721,12 @@ impl Block {
     fn shared(&mut self) -> &mut [u8] {
         // SAFETY: any bytes are bytes; the vector holds at least `shared_bytes` of them.
         unsafe { std::slice::from_raw_parts_mut(self.shared.as_mut_ptr().cast(), self.shared_bytes as usize) }
+    }
+
+    fn stamp(&self, thread: u32, block: u32, kind: Kind, at: At) -> Stamp {
+        let warp = thread / WARP as u32;
+        let epoch = self.clocks[warp as usize][warp as usize];
+        Stamp { at: Some(at), block, epoch, lanes: 1 << (thread % WARP as u32), warp: warp as u8, kind }
     }
 
     /// Checks that `len` bytes of shared memory exist at `offset`, a multiple of `len`.
@@ -698,10 +742,63 @@ impl Block {
         }
     }
 
+    /// `thread` accesses shared memory.
+    #[inline]
+    fn watch_shared(&mut self, thread: u32, offset: u32, len: u32, kind: Kind, at: At) {
+        let stamp = self.stamp(thread, 0, kind, at);
+        let clock = &self.clocks[usize::from(stamp.warp)];
+        let access = Access { stamp, clock, base: self.base, written_only: true };
+        if let Err(conflict) = self.shadow.access(offset as usize..(offset + len) as usize, &access) {
+            self.conflict(conflict, &stamp, &format!("{len} bytes at offset {offset} of shared memory"));
+        }
+    }
+
+    /// Reports what speaks against an access, and leaves the running lane.
+    #[cold]
+    #[inline(never)]
+    fn conflict(&mut self, conflict: Conflict, stamp: &Stamp, place: &str) -> ! {
+        let verb = |kind| match kind {
+            Kind::Read => "reads",
+            Kind::Write => "writes",
+            Kind::Atomic => "atomically changes",
+            Kind::Pending => "asynchronously writes",
+        };
+        let thread = stamp.thread(0);
+        let this = verb(stamp.kind);
+        let (kind, other, message) = match conflict {
+            Conflict::Unwritten => (FaultKind::Uninitialised, None, format!("{this} {place}, not all of it written")),
+            Conflict::Pending(other) => (
+                FaultKind::PendingCopy,
+                Some(other),
+                format!("{this} {place}, where an asynchronous copy is in flight"),
+            ),
+            Conflict::Race(other) => {
+                let missing = if other.block != stamp.block {
+                    "nothing orders blocks"
+                } else if other.warp == stamp.warp {
+                    "no sync_warp or barrier is between"
+                } else {
+                    "no barrier is between"
+                };
+                let that = verb(other.kind);
+                (FaultKind::Race, Some(other), format!("{this} {place}, which another thread {that}, and {missing}"))
+            }
+        };
+        let other = other.map(|other| Party {
+            // Shared memory is stamped with block 0, whichever it is.
+            block: if other.block == stamp.block { self.index } else { other.block },
+            thread: other.thread(stamp.lanes),
+            source: other.at.map(Source::from),
+        });
+        self.report(kind, thread, stamp.at, other, message);
+        resume_unwind(Box::new(Unwound));
+    }
+
     /// Loads from shared memory.
     #[inline]
     pub fn load_shared<const N: usize>(&mut self, offset: u32, at: At) -> [u8; N] {
         self.check_shared(offset, N as u32, at);
+        self.watch_shared(self.current, offset, N as u32, Kind::Read, at);
         self.shared()[offset as usize..][..N].try_into().expect("N bytes")
     }
 
@@ -709,14 +806,66 @@ impl Block {
     #[inline]
     pub fn store_shared<const N: usize>(&mut self, offset: u32, value: [u8; N], at: At) {
         self.check_shared(offset, N as u32, at);
+        self.watch_shared(self.current, offset, N as u32, Kind::Write, at);
         self.shared()[offset as usize..][..N].copy_from_slice(&value);
     }
 
-    /// Issues an asynchronous copy of `bytes` bytes, which exist at `from`.
-    pub fn copy(&mut self, to: u32, size: u32, from: *const u8, bytes: u32, at: At) {
+    /// Accesses `len` bytes of a buffer, which exist at `offset` and are at most 16 and aligned: `act` gets a pointer to
+    /// them. Where the launch may write the buffer, the bytes are locked meanwhile.
+    #[inline]
+    pub fn global<R>(
+        &mut self,
+        storage: &Storage,
+        offset: usize,
+        len: usize,
+        kind: Kind,
+        at: At,
+        act: impl FnOnce(*mut u8) -> R,
+    ) -> R {
+        if kind != Kind::Write && !storage.is_written(offset, len) {
+            let place = place(storage, offset, len);
+            self.conflict(Conflict::Unwritten, &self.stamp(self.current, self.index, kind, at), &place);
+        }
+        // SAFETY: the caller's range is inside.
+        let pointer = unsafe { storage.base().add(offset) };
+        if kind == Kind::Read && !self.tracks(storage) {
+            return act(pointer);
+        }
+        let stamp = self.stamp(self.current, self.index, kind, at);
+        let clock = &self.clocks[usize::from(stamp.warp)];
+        let access = Access { stamp, clock, base: 0, written_only: false };
+        let mut page = storage.page(offset);
+        let page = &mut **page.get_or_insert_with(|| Box::new(Page { launch: 0, shadow: Shadow::new() }));
+        if page.launch != self.launch {
+            page.launch = self.launch;
+            page.shadow.clear(PAGE);
+        }
+        let start = offset % PAGE;
+        if let Err(conflict) = page.shadow.access(start..start + len, &access) {
+            self.conflict(conflict, &stamp, &place(storage, offset, len));
+        }
+        if kind == Kind::Write {
+            storage.set_written(offset, len);
+        }
+        act(pointer)
+    }
+
+    /// Whether the launch may write the allocation.
+    pub fn tracks(&self, storage: &Storage) -> bool {
+        storage.tracked_by.load(Relaxed) == self.launch
+    }
+
+    /// Issues an asynchronous copy of the `bytes` bytes that exist at `from`.
+    pub fn copy(&mut self, to: u32, size: u32, from: Option<(&Storage, usize)>, bytes: u32, at: At) {
         self.check_shared(to, size, at);
+        if let Some((storage, offset)) = from {
+            // Read later, but it must be there already.
+            self.global(storage, offset, bytes as usize, Kind::Read, at, |_| ());
+        }
+        self.watch_shared(self.current, to, size, Kind::Pending, at);
+        let from = from.map_or((std::ptr::null(), 0), |(storage, offset)| (&raw const *storage, offset));
         let lane = &mut self.lanes[self.current as usize];
-        lane.copies.push_back(Copy { to, size, from, bytes });
+        lane.copies.push_back(Copy { to, size, from, bytes, at });
         lane.open += 1;
     }
 
@@ -732,14 +881,28 @@ impl Block {
         while self.lanes[thread].groups.len() > pending as usize {
             for _ in 0..self.lanes[thread].groups.pop_front().unwrap_or(0) {
                 let Some(copy) = self.lanes[thread].copies.pop_front() else { break };
-                let mut value = [0; 16];
-                // SAFETY: `copy` was issued with `bytes` bytes that exist at `from`.
-                unsafe { value.as_mut_ptr().copy_from_nonoverlapping(copy.from, copy.bytes as usize) };
-                let size = copy.size as usize;
-                self.shared()[copy.to as usize..][..size].copy_from_slice(&value[..size]);
+                let mut value = [0u8; 16];
+                let Copy { to, size, from: (storage, offset), bytes, at } = copy;
+                // SAFETY: null, or alive while the launch runs, as when the copy was issued.
+                if let Some(storage) = unsafe { storage.as_ref() } {
+                    let len = bytes as usize;
+                    // SAFETY: `global` passes a pointer to `len` bytes, at most 16.
+                    let read = |from: *mut u8| unsafe { value.as_mut_ptr().copy_from_nonoverlapping(from, len) };
+                    self.global(storage, offset, len, Kind::Read, at, read);
+                }
+                let (to, size) = (to as usize, size as usize);
+                self.shared()[to..][..size].copy_from_slice(&value[..size]);
+                let stamp = self.stamp(self.current, 0, Kind::Write, at);
+                self.shadow.land(to..to + size, stamp);
             }
         }
     }
+}
+
+/// Names bytes of global memory.
+fn place(storage: &Storage, offset: usize, len: usize) -> String {
+    let address = storage.address + offset as u64;
+    format!("{len} bytes at device address {address:#x} (byte {offset} of {})", storage.len)
 }
 
 /// The fault when lanes are at two different operations.

@@ -52,7 +52,7 @@ impl Launch<'_> {
             return Err(Fault::launch(FaultKind::InvalidArgument, "", "a scalar where a buffer belongs".to_owned()));
         };
         if address == 0 {
-            return Ok(Buffer { storage: std::ptr::null(), offset: 0, bytes: 0, initialised: true });
+            return Ok(Buffer { storage: std::ptr::null(), offset: 0, bytes: 0 });
         }
         if !address.is_multiple_of(element as u64) {
             let message = format!("device address {address:#x} is no multiple of the element size {element}");
@@ -66,13 +66,12 @@ impl Launch<'_> {
             Ok(found) => found,
             // Nothing can be accessed through it, so it need not lie anywhere.
             Err(_) if bytes == 0 => {
-                return Ok(Buffer { storage: &raw const **EMPTY, offset: 0, bytes: 0, initialised: true });
+                return Ok(Buffer { storage: &raw const **EMPTY, offset: 0, bytes: 0 });
             }
             Err(error) => return Err(Fault::launch(FaultKind::OutOfBounds, "", error.to_string())),
         };
-        let initialised = storage.first_unwritten(offset, bytes).is_none();
         // The caller of `DeviceRef::new` or `DeviceMut::new` promised that the allocation outlives the launch.
-        Ok(Buffer { storage: &raw const *storage, offset, bytes, initialised })
+        Ok(Buffer { storage: &raw const *storage, offset, bytes })
     }
 }
 

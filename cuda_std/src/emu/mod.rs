@@ -18,6 +18,7 @@ pub use launch::{Launch, run};
 
 use block::{At, Block, Meet, meet, operation};
 use device::Storage;
+use shadow::Kind;
 use std::marker::PhantomData;
 use std::panic::Location;
 
@@ -252,8 +253,6 @@ struct Buffer {
     storage: *const Storage,
     offset: usize,
     bytes: usize,
-    /// All of it was written before the launch.
-    initialised: bool,
 }
 
 // SAFETY: a shared reference to a `Storage`, which is `Sync`; `DeviceRef::new` and `DeviceMut::new` have their caller
@@ -307,17 +306,17 @@ impl Access for GlobalAccess<'_> {
     fn read<const N: usize>(self) -> [u8; N] {
         let block = operation(self.at);
         let (storage, offset) = self.buffer.locate(block, self.index, self.size, N, self.at);
-        // SAFETY: inside the allocation.
-        unsafe { storage.base().add(offset).cast::<[u8; N]>().read() }
+        // SAFETY: `global` passes a pointer to N bytes, locked if others may write them.
+        let read = |from: *mut u8| unsafe { from.cast::<[u8; N]>().read() };
+        block.global(storage, offset, N, Kind::Read, self.at, read)
     }
     #[inline(always)]
     fn write<const N: usize>(self, value: [u8; N]) {
         let block = operation(self.at);
         let (storage, offset) = self.buffer.locate(block, self.index, self.size, N, self.at);
-        let _page = storage.page(offset);
-        storage.set_written(offset, N);
-        // SAFETY: inside the allocation, and under the page's lock.
-        unsafe { storage.base().add(offset).cast::<[u8; N]>().write(value) };
+        // SAFETY: `global` passes a pointer to N bytes, locked since others may access them.
+        let write = |to: *mut u8| unsafe { to.cast::<[u8; N]>().write(value) };
+        block.global(storage, offset, N, Kind::Write, self.at, write);
     }
 }
 
@@ -380,6 +379,11 @@ impl<T: RawElement> RawIn<T> {
     #[inline]
     #[track_caller]
     pub fn stream_v4(self, index: usize) -> [u32; 4] {
+        let block = block::current();
+        if self.buffer.storage().is_some_and(|storage| block.tracks(storage)) {
+            let message = format!("element {index} of a buffer in an allocation that the launch may write");
+            block.raise(FaultKind::StreamOfWritable, Location::caller(), None, message);
+        }
         self.load_v4(index)
     }
 }
@@ -409,9 +413,9 @@ impl RawOut<u32> {
         let at = Location::caller();
         let block = operation(at);
         let (storage, offset) = self.buffer.locate(block, index, 4, 4, at);
-        let _page = storage.page(offset);
-        // SAFETY: inside the allocation, and under the page's lock.
-        unsafe { *storage.base().add(offset).cast::<u32>() |= bits };
+        // SAFETY: `global` passes a pointer to 4 aligned bytes, locked since others may access them.
+        let or = |word: *mut u8| unsafe { *word.cast::<u32>() |= bits };
+        block.global(storage, offset, 4, Kind::Atomic, at, or);
     }
 }
 
@@ -422,21 +426,23 @@ fn cp_async<T>(to: u32, size: u32, from: RawIn<T>, index: usize, bytes: u32, at:
         block.raise(FaultKind::InvalidArgument, at, None, message);
     }
     let element = size_of::<T>();
-    let mut source: *const u8 = std::ptr::null();
-    if bytes > 0 {
-        let elements = from.buffer.bytes / element;
-        let inside = index < elements && from.buffer.bytes - index * element >= bytes as usize;
+    if let Some(storage) = from.buffer.storage() {
+        // The address of a copy that reads nothing may lie anywhere, but not misaligned.
+        let address =
+            (storage.address + from.buffer.offset as u64).wrapping_add((index as u64).wrapping_mul(element as u64));
+        if !address.is_multiple_of(u64::from(size)) {
+            let message =
+                format!("an asynchronous copy of {size} bytes from element {index}, device address {address:#x}");
+            block.raise(FaultKind::Misaligned, at, None, message);
+        }
+    }
+    let source = (bytes > 0).then(|| {
+        let inside = index < from.buffer.bytes / element && from.buffer.bytes - index * element >= bytes as usize;
         let Some(storage) = from.buffer.storage().filter(|_| inside) else {
             from.buffer.outside(block, index, element, bytes as usize, at)
         };
-        let offset = from.buffer.offset + index * element;
-        if !offset.is_multiple_of(size as usize) {
-            let message = format!("an asynchronous copy of {size} bytes from element {index}");
-            block.raise(FaultKind::Misaligned, at, None, message);
-        }
-        // SAFETY: inside the allocation.
-        source = unsafe { storage.base().add(offset) };
-    }
+        (storage, from.buffer.offset + index * element)
+    });
     block.copy(to, size, source, bytes, at);
 }
 

@@ -1,4 +1,322 @@
-//! Who accessed what.
+//! Who accessed which byte, and what orders it.
+//!
+//! Each warp counts epochs: a barrier ends one. A warp's clock says, for each warp of the block, up to which epoch that
+//! warp's accesses are ordered before what this warp does now; barriers join the clocks of the warps that meet. Within a
+//! warp and an epoch only a lane's own accesses are ordered. Blocks are never ordered.
+//!
+//! The shadow has a cell for each word. A word of which a part was accessed is split into a cell for each byte, until the
+//! whole word is written again.
 
-/// Shadow of one page of a written buffer.
-pub(super) struct Page;
+use super::block::At;
+use std::ops::Range;
+
+/// What an access does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Read,
+    Write,
+    /// A read and a write that does not conflict with its like.
+    Atomic,
+    /// The write of an asynchronous copy that has not landed.
+    Pending,
+}
+
+/// Accesses of one kind by lanes of one warp in one epoch.
+#[derive(Clone, Copy)]
+pub(super) struct Stamp {
+    /// None: no access.
+    pub at: Option<At>,
+    pub block: u32,
+    pub epoch: u32,
+    /// Lanes of the warp, one bit each.
+    pub lanes: u32,
+    pub warp: u8,
+    pub kind: Kind,
+}
+
+impl Stamp {
+    const NONE: Stamp = Stamp { at: None, block: 0, epoch: 0, lanes: 0, warp: 0, kind: Kind::Read };
+
+    fn same_group(&self, other: &Stamp) -> bool {
+        self.epoch == other.epoch
+            && self.warp == other.warp
+            && self.block == other.block
+            && self.kind == other.kind
+            && self.at.is_some()
+    }
+
+    /// A thread among `lanes`, preferably none of `but`.
+    pub fn thread(&self, but: u32) -> u32 {
+        let others = self.lanes & !but;
+        let lanes = if others == 0 { self.lanes } else { others };
+        u32::from(self.warp) * 32 + lanes.trailing_zeros()
+    }
+}
+
+/// The access that is being made: its stamp, and what is ordered before it.
+pub(super) struct Access<'a> {
+    pub stamp: Stamp,
+    /// The warp's clock.
+    pub clock: &'a [u32; 32],
+    /// Epochs up to this one belong to earlier blocks, whose accesses no longer count.
+    pub base: u32,
+    /// Whether a byte that nobody wrote may not be read.
+    pub written_only: bool,
+}
+
+impl Access<'_> {
+    #[inline]
+    fn live(&self, stamp: &Stamp) -> bool {
+        stamp.at.is_some() && stamp.epoch > self.base
+    }
+
+    /// Whether `stamp`, which is live, is ordered before this access.
+    #[inline]
+    fn follows(&self, stamp: &Stamp) -> bool {
+        if stamp.block != self.stamp.block {
+            false
+        } else if stamp.warp == self.stamp.warp {
+            stamp.epoch < self.stamp.epoch || stamp.lanes == self.stamp.lanes
+        } else {
+            self.clock[usize::from(stamp.warp)] >= stamp.epoch
+        }
+    }
+
+    /// Whether the two must be ordered and are not.
+    #[inline]
+    fn races(&self, stamp: &Stamp) -> bool {
+        let conflict = match (self.stamp.kind, stamp.kind) {
+            (Kind::Read, Kind::Read) | (Kind::Atomic, Kind::Atomic) => false,
+            _ => true,
+        };
+        conflict && self.live(stamp) && !self.follows(stamp)
+    }
+}
+
+/// Why an access is a fault.
+pub(super) enum Conflict {
+    Race(Stamp),
+    Pending(Stamp),
+    Unwritten,
+}
+
+/// The accesses to a word or a byte that can still matter.
+#[derive(Clone, Copy)]
+struct Cell {
+    /// The latest write.
+    write: Stamp,
+    /// Reads or atomics since then, of one group.
+    other: Stamp,
+    /// 0, or one more than the index of the list of the other groups.
+    list: u32,
+}
+
+const EMPTY: Cell = Cell { write: Stamp::NONE, other: Stamp::NONE, list: 0 };
+
+/// Shadow of a range of memory.
+pub(super) struct Shadow {
+    words: Vec<Cell>,
+    /// One a byte, once there is a split word.
+    bytes: Vec<Cell>,
+    /// One bit a word.
+    split: Vec<u64>,
+    lists: Lists,
+}
+
+struct Lists(Vec<Vec<Stamp>>);
+
+impl Shadow {
+    pub const fn new() -> Self {
+        Shadow { words: Vec::new(), bytes: Vec::new(), split: Vec::new(), lists: Lists(Vec::new()) }
+    }
+
+    /// Covers `len` bytes and forgets all accesses.
+    pub fn clear(&mut self, len: usize) {
+        let words = len.div_ceil(4);
+        self.words.clear();
+        self.words.resize(words, EMPTY);
+        self.bytes.clear();
+        self.split.clear();
+        self.split.resize(words.div_ceil(64), 0);
+        self.lists.0.clear();
+    }
+
+    /// Covers `len` bytes. What was accessed stays, with epochs that the next block's base makes void.
+    pub fn next_block(&mut self, len: usize) {
+        let words = len.div_ceil(4);
+        if self.words.len() < words {
+            self.words.resize(words, EMPTY);
+            self.split.resize(words.div_ceil(64), 0);
+            if !self.bytes.is_empty() {
+                self.bytes.resize(self.words.len() * 4, EMPTY);
+            }
+        }
+        self.split.fill(0);
+    }
+
+    /// Makes an access to `range`, which lies inside.
+    #[inline]
+    pub fn access(&mut self, range: Range<usize>, access: &Access<'_>) -> Result<(), Conflict> {
+        if range.start.is_multiple_of(4) && range.end.is_multiple_of(4) {
+            for word in range.start / 4..range.end / 4 {
+                if self.split[word / 64] >> (word % 64) & 1 == 0 {
+                    self.words[word].access(access, &mut self.lists)?;
+                } else {
+                    self.access_split(word, access)?;
+                }
+            }
+            Ok(())
+        } else {
+            self.access_bytes(range, access)
+        }
+    }
+
+    /// An asynchronous copy to `range` (whole words) has landed: its write is `stamp`.
+    pub fn land(&mut self, range: Range<usize>, stamp: Stamp) {
+        for cell in &mut self.words[range.start / 4..range.end / 4] {
+            cell.write = stamp;
+        }
+    }
+
+    #[inline(never)]
+    fn access_split(&mut self, word: usize, access: &Access<'_>) -> Result<(), Conflict> {
+        for byte in word * 4..word * 4 + 4 {
+            self.bytes[byte].access(access, &mut self.lists)?;
+        }
+        if matches!(access.stamp.kind, Kind::Write | Kind::Pending) {
+            // All four bytes are in the same state again.
+            let list = self.words[word].list;
+            self.words[word] = Cell { list, ..self.bytes[word * 4] };
+            self.lists.clear(list);
+            self.split[word / 64] &= !(1 << (word % 64));
+        }
+        Ok(())
+    }
+
+    #[inline(never)]
+    fn access_bytes(&mut self, range: Range<usize>, access: &Access<'_>) -> Result<(), Conflict> {
+        for byte in range {
+            let word = byte / 4;
+            if self.split[word / 64] >> (word % 64) & 1 == 0 {
+                if self.bytes.is_empty() {
+                    self.bytes.resize(self.words.len() * 4, EMPTY);
+                }
+                let from = self.words[word];
+                for cell in &mut self.bytes[word * 4..word * 4 + 4] {
+                    *cell = Cell { list: cell.list, ..from };
+                    self.lists.copy(from.list, &mut cell.list);
+                }
+                self.split[word / 64] |= 1 << (word % 64);
+            }
+            self.bytes[byte].access(access, &mut self.lists)?;
+        }
+        Ok(())
+    }
+}
+
+impl Cell {
+    #[inline]
+    fn access(&mut self, access: &Access<'_>, lists: &mut Lists) -> Result<(), Conflict> {
+        if access.live(&self.write) {
+            if self.write.kind == Kind::Pending {
+                return Err(Conflict::Pending(self.write));
+            }
+            if !access.follows(&self.write) {
+                return Err(Conflict::Race(self.write));
+            }
+        } else if access.written_only && access.stamp.kind == Kind::Read {
+            return Err(Conflict::Unwritten);
+        }
+        if matches!(access.stamp.kind, Kind::Write | Kind::Pending) {
+            if access.races(&self.other) {
+                return Err(Conflict::Race(self.other));
+            }
+            if self.list != 0 {
+                if let Some(stamp) = lists.of(self.list).iter().find(|stamp| access.races(stamp)) {
+                    return Err(Conflict::Race(*stamp));
+                }
+                lists.clear(self.list);
+            }
+            self.write = access.stamp;
+            self.other = Stamp::NONE;
+            return Ok(());
+        }
+        if self.list == 0 && self.other.same_group(&access.stamp) {
+            self.other.lanes |= access.stamp.lanes;
+            return Ok(());
+        }
+        self.join(access, lists)
+    }
+
+    /// Adds a read or an atomic to those since the last write.
+    #[inline(never)]
+    fn join(&mut self, access: &Access<'_>, lists: &mut Lists) -> Result<(), Conflict> {
+        let stamp = access.stamp;
+        if access.races(&self.other) {
+            return Err(Conflict::Race(self.other));
+        }
+        // A group of the same kind that is ordered before this one adds nothing to it: what follows this one follows both.
+        let void = |old: &Stamp| !access.live(old) || (old.kind == stamp.kind && access.follows(old));
+        if self.list == 0 {
+            if void(&self.other) {
+                self.other = stamp;
+                return Ok(());
+            }
+            lists.0.push(Vec::new());
+            self.list = lists.0.len() as u32;
+        }
+        let list = lists.of(self.list);
+        if let Some(old) = list.iter().find(|old| access.races(old)) {
+            return Err(Conflict::Race(*old));
+        }
+        if let Some(group) = list.iter_mut().chain([&mut self.other]).find(|group| group.same_group(&stamp)) {
+            group.lanes |= stamp.lanes;
+            return Ok(());
+        }
+        list.retain(|old| !void(old));
+        if void(&self.other) {
+            self.other = stamp;
+            return Ok(());
+        }
+        // Two blocks are enough: whatever conflicts with a third conflicts with one of them.
+        let same: Vec<_> = list.iter().chain([&self.other]).filter(|old| old.kind == stamp.kind).collect();
+        let two_blocks = same.iter().any(|old| old.block != same[0].block);
+        if !two_blocks {
+            list.push(stamp);
+        }
+        Ok(())
+    }
+}
+
+impl Lists {
+    fn of(&mut self, list: u32) -> &mut Vec<Stamp> {
+        &mut self.0[list as usize - 1]
+    }
+
+    fn clear(&mut self, list: u32) {
+        if list != 0 {
+            self.of(list).clear();
+        }
+    }
+
+    /// Makes list `to` (made if need be) hold what list `from` holds.
+    fn copy(&mut self, from: u32, to: &mut u32) {
+        self.clear(*to);
+        if from == 0 || self.of(from).is_empty() {
+            return;
+        }
+        if *to == 0 {
+            self.0.push(Vec::new());
+            *to = self.0.len() as u32;
+        }
+        let stamps = self.of(from).clone();
+        *self.of(*to) = stamps;
+    }
+}
+
+/// Shadow of one page of a buffer.
+pub(super) struct Page {
+    /// The launch whose accesses it holds.
+    pub launch: u64,
+    pub shadow: Shadow,
+}

@@ -1,50 +1,70 @@
-//! Inputs of an NVFP4 layer that are built by setting single values, and that every back end can be given.
+//! One NVFP4 layer with one batch, as raw arrays into which any value can be written, and that every back end can be given.
 
+use crate::device::{Buffer, DeviceHandle};
+use crate::error::Result;
+use crate::formats::nvfp4::{ExpertShape, Nvfp4Buffers, Nvfp4Experts};
+use crate::formats::scales::SwizzledScales;
+use crate::layer::{Hidden, Inputs, Layer};
+use crate::plan::{Plan, Variant, choose_variant};
+use crate::reference::{LayerInputs, LayerResult, Mode, Nvfp4View, Status, layer, math};
+use crate::types::{Activation, LayerOptions, LayerShape, XType};
+use crate::workspace::Workspace;
 use kernels_gpu::layout::scale::{padded_cols, swizzled_len, swizzled_offset};
-use megamoe::reference::{LayerInputs, LayerResult, Mode, Nvfp4View, layer, math};
-use megamoe::{Activation, LayerOptions, LayerShape, Result, XType};
 
 /// e4m3 code of 1.0.
 pub const ONE: u8 = 0x38;
 
 /// All arrays of one layer and one batch. Fields are public: a test may also set whole arrays.
 #[derive(Clone, Debug)]
-pub struct Probe {
+pub struct Case {
+    /// Sizes.
     pub shape: LayerShape,
+    /// Arithmetic.
     pub options: LayerOptions,
+    /// Number of tokens M.
     pub tokens: usize,
+    /// Element type of `x`.
     pub x_type: XType,
+    /// [M, K] hidden states.
     pub x: Vec<u16>,
+    /// [M, top_k] expert ids.
     pub topk_ids: Vec<i32>,
+    /// [M, top_k] weights.
     pub topk_w: Vec<f32>,
+    /// [E, 2I, K/2] codes: up rows, then gate rows.
     pub w13: Vec<u8>,
+    /// Swizzled scales of `w13`.
     pub s13: Vec<u8>,
+    /// [E][up, gate] global scales.
     pub alpha1: Vec<[f32; 2]>,
+    /// [E, H, I/2] codes.
     pub w2: Vec<u8>,
+    /// Swizzled scales of `w2`.
     pub s2: Vec<u8>,
+    /// `[E]` global scales.
     pub alpha2: Vec<f32>,
 }
 
 /// Shape of the plain probe.
 pub const SHAPE: LayerShape = LayerShape { hidden: 1024, intermediate: 128, output: 128, experts: 4, top_k: 1 };
 
-impl Default for Probe {
+impl Default for Case {
     fn default() -> Self {
-        Probe::new()
+        Case::new()
     }
 }
 
-impl Probe {
+impl Case {
     /// The plain probe: exact in every format. In each expert gate = 32 and up = 4 in row 0, h[0] = 128, out[0] = 128 and
     /// all other outputs are 0. One token on expert 1 with weight 1.
     pub fn new() -> Self {
-        Probe::with_shape(SHAPE, 1)
+        Case::with_shape(SHAPE, 1)
     }
 
     /// The plain probe's weights and hidden states in another shape (K, I and H at least 16, 16 and 1), every pair on
     /// expert 1 (or 0 if there is but one).
     pub fn with_shape(shape: LayerShape, tokens: usize) -> Self {
-        let mut probe = Probe::blank(shape, tokens);
+        let mut probe = Case::blank(shape, tokens);
         probe.topk_ids.fill(i32::from(shape.experts > 1));
         for token in 0..tokens {
             probe.set_x(token, 0, 8.0);
@@ -60,7 +80,7 @@ impl Probe {
     /// Codes 0, block scales 1 (their padding 0), alphas and weights 1, hidden states 0, ids 0, no clamp.
     pub fn blank(shape: LayerShape, tokens: usize) -> Self {
         let LayerShape { hidden, intermediate, output, experts, top_k } = shape;
-        let mut probe = Probe {
+        let mut probe = Case {
             shape,
             options: LayerOptions::default(),
             tokens,
@@ -82,7 +102,7 @@ impl Probe {
     /// Random codes, scales, alphas, hidden states, weights and ids (one in eight of them skipped). Block scales and hidden
     /// states spread over many powers of two: sums of values of one size are exact and would hide how they are formed.
     pub fn random(shape: LayerShape, tokens: usize, seed: u64) -> Self {
-        let mut probe = Probe::blank(shape, tokens);
+        let mut probe = Case::blank(shape, tokens);
         let mut random = Random(seed);
         probe.w13.fill_with(|| random.next() as u8);
         probe.w2.fill_with(|| random.next() as u8);
@@ -105,11 +125,13 @@ impl Probe {
         probe
     }
 
+    /// Element k of a token.
     pub fn set_x(&mut self, token: usize, k: usize, value: f32) {
         let format = if self.x_type == XType::Bf16 { Activation::Bf16 } else { Activation::F16 };
         self.x[token * self.shape.hidden + k] = math::from_f32(format, value);
     }
 
+    /// Id and weight of slot k of a token.
     pub fn set_id(&mut self, token: usize, k: usize, id: i32, weight: f32) {
         self.topk_ids[token * self.shape.top_k + k] = id;
         self.topk_w[token * self.shape.top_k + k] = weight;
@@ -121,14 +143,17 @@ impl Probe {
         set_code(&mut self.w13, (expert * rows + row) * self.shape.hidden + k, code);
     }
 
+    /// Code of an up row.
     pub fn set_up(&mut self, expert: usize, row: usize, k: usize, code: u8) {
         self.set_w13(expert, row, k, code);
     }
 
+    /// Code of a gate row.
     pub fn set_gate(&mut self, expert: usize, row: usize, k: usize, code: u8) {
         self.set_w13(expert, self.shape.intermediate + row, k, code);
     }
 
+    /// Code of a row of w2.
     pub fn set_w2(&mut self, expert: usize, row: usize, k: usize, code: u8) {
         set_code(&mut self.w2, (expert * self.shape.output + row) * self.shape.intermediate + k, code);
     }
@@ -139,6 +164,7 @@ impl Probe {
         self.s13[expert * swizzled_len(rows, cols) + swizzled_offset(row, block, padded_cols(cols))] = byte;
     }
 
+    /// Scale byte of a row of w2.
     pub fn set_s2(&mut self, expert: usize, row: usize, block: usize, byte: u8) {
         let (rows, cols) = (self.shape.output, self.shape.intermediate / 16);
         self.s2[expert * swizzled_len(rows, cols) + swizzled_offset(row, block, padded_cols(cols))] = byte;
@@ -151,6 +177,7 @@ impl Probe {
         fill_padding(&mut self.s2, output, intermediate / 16, byte);
     }
 
+    /// The weights, for the reference.
     pub fn view(&self) -> Nvfp4View<'_> {
         Nvfp4View {
             shape: self.shape,
@@ -163,6 +190,7 @@ impl Probe {
         }
     }
 
+    /// The batch, for the reference.
     pub fn inputs(&self) -> LayerInputs<'_> {
         LayerInputs {
             tokens: self.tokens,
@@ -178,17 +206,117 @@ impl Probe {
         layer(&self.view(), &self.options, &self.inputs(), mode)
     }
 
+    /// The weights, packed.
+    pub fn experts(&self) -> Result<Nvfp4Experts> {
+        let LayerShape { hidden, intermediate, output, experts, .. } = self.shape;
+        let scales =
+            |name, bytes: &[u8], rows, cols| SwizzledScales::from_bytes(name, bytes.to_vec(), experts, rows, cols);
+        Nvfp4Experts::new(
+            ExpertShape { experts, hidden, intermediate, output },
+            Nvfp4Buffers {
+                w13: self.w13.clone(),
+                s13: scales("s13", &self.s13, 2 * intermediate, hidden / 16)?,
+                alpha1: self.alpha1.clone(),
+                w2: self.w2.clone(),
+                s2: scales("s2", &self.s2, output, intermediate / 16)?,
+                alpha2: self.alpha2.clone(),
+            },
+        )
+    }
+
+    /// The batch and the layer on a device, ready to run.
+    pub fn on(&self, device: &DeviceHandle) -> Result<DeviceCase> {
+        DeviceCase::new(self, device, choose_variant(&self.shape, self.tokens, device.properties()))
+    }
+
+    /// The answer of a device's kernels. Scratch memory and output are poisoned first.
+    pub fn run_on(&self, device: &DeviceHandle) -> Result<LayerResult> {
+        self.on(device)?.run()
+    }
+
     /// The tokens `range` alone.
     pub fn tokens_only(&self, range: std::ops::Range<usize>) -> Self {
         let LayerShape { hidden, top_k, .. } = self.shape;
         let pairs = range.start * top_k..range.end * top_k;
-        Probe {
+        Case {
             tokens: range.len(),
             x: self.x[range.start * hidden..range.end * hidden].to_vec(),
             topk_ids: self.topk_ids[pairs.clone()].to_vec(),
             topk_w: self.topk_w[pairs].to_vec(),
             ..self.clone()
         }
+    }
+}
+
+/// A [`Case`] whose arrays are on a device.
+#[derive(Debug)]
+pub struct DeviceCase {
+    /// The weights.
+    pub layer: Layer,
+    /// The plan.
+    pub plan: Plan,
+    /// Scratch memory.
+    pub workspace: Workspace,
+    /// Hidden states.
+    pub x: Buffer<u16>,
+    /// Their type.
+    pub x_type: XType,
+    /// Expert ids.
+    pub topk_ids: Buffer<i32>,
+    /// Weights.
+    pub topk_weights: Buffer<f32>,
+    /// Output.
+    pub out: Buffer<u16>,
+    /// Number of tokens.
+    pub tokens: usize,
+}
+
+impl DeviceCase {
+    /// Uploads `case` and plans for its number of tokens with `variant`.
+    pub fn new(case: &Case, device: &DeviceHandle, variant: Variant) -> Result<Self> {
+        let layer = Layer::new(device, &case.experts()?, case.shape.top_k, case.options)?;
+        let plan = Plan::with_variant(device, case.shape, case.options, case.tokens, variant)?;
+        Ok(DeviceCase {
+            workspace: Workspace::new(device, &plan)?,
+            x: Buffer::from_slice(device, &case.x)?,
+            x_type: case.x_type,
+            topk_ids: Buffer::from_slice(device, &case.topk_ids)?,
+            topk_weights: Buffer::from_slice(device, &case.topk_w)?,
+            out: Buffer::new(device, case.tokens * case.shape.output)?,
+            tokens: case.tokens,
+            layer,
+            plan,
+        })
+    }
+
+    /// Enqueues the layer.
+    pub fn forward(&self) -> Result<()> {
+        let x = match self.x_type {
+            XType::Bf16 => Hidden::Bf16(&self.x),
+            XType::F16 => Hidden::F16(&self.x),
+        };
+        let (topk_ids, topk_weights) = (&self.topk_ids, &self.topk_weights);
+        self.layer.forward(
+            &self.plan,
+            &self.workspace,
+            Inputs { tokens: self.tokens, x, topk_ids, topk_weights },
+            &self.out,
+        )
+    }
+
+    /// Poisons scratch memory and output, runs the layer and takes output and status.
+    pub fn run(&self) -> Result<LayerResult> {
+        self.workspace.poison(0xFF)?;
+        self.out.fill(0xFF)?;
+        self.forward()?;
+        self.take()
+    }
+
+    /// Output and status of the passes so far.
+    pub fn take(&self) -> Result<LayerResult> {
+        let out = self.out.download()?;
+        let status = self.workspace.take_status()?;
+        Ok(LayerResult { out, status: Status { bad_id: status.bad_expert_id, f16_range: status.f16_range } })
     }
 }
 
@@ -221,6 +349,8 @@ fn fill_padding(scales: &mut [u8], rows: usize, cols: usize, byte: u8) {
 pub struct Random(pub u64);
 
 impl Random {
+    /// 64 random bits.
+    #[allow(clippy::should_implement_trait)]
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -228,6 +358,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
+    /// Uniform in [low, high).
     pub fn in_range(&mut self, low: f32, high: f32) -> f32 {
         low + (self.next() >> 40) as f32 / (1 << 24) as f32 * (high - low)
     }

@@ -1,0 +1,336 @@
+//! Plans: which kernels a layer uses, with which grids, and how much scratch memory they need. Pure functions of shape, options and
+//! the device's properties; nothing here influences the bits of a result.
+
+use crate::device::{Buffer, DeviceHandle, Grid, Properties};
+use crate::error::{Error, Result};
+use crate::layer::Hidden;
+use crate::types::{Activation, LayerOptions, LayerShape, Order, Split};
+use crate::workspace::{ALIGNMENT, Workspace};
+use cuda_std::kernel::{DeviceMut, Kernel};
+use kernels_gpu::layout::permute::row_stride;
+use kernels_gpu::{combine, fc1, fc2, route_prep};
+
+/// Largest number of experts.
+pub const MAX_EXPERTS: usize = 4096;
+/// Most experts of a token.
+pub const MAX_TOP_K: usize = 32;
+/// Largest hidden size, intermediate size and output width.
+pub const MAX_WIDTH: usize = 1 << 20;
+/// Most pairs (tokens times top-k) of a pass.
+pub const MAX_PAIRS: usize = 1 << 28;
+
+/// Warps of a block of FC2: 1, 2, 4 or 8.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Fc2Warps {
+    /// One.
+    W1,
+    /// Two.
+    W2,
+    /// Four.
+    W4,
+    /// Eight.
+    W8,
+}
+
+impl Fc2Warps {
+    /// All, ascending.
+    pub const ALL: [Fc2Warps; 4] = [Fc2Warps::W1, Fc2Warps::W2, Fc2Warps::W4, Fc2Warps::W8];
+
+    /// The number.
+    pub const fn count(self) -> u32 {
+        1 << self as u32
+    }
+}
+
+/// Free choices of a plan. Every choice gives the same bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Variant {
+    /// Warps of a block of FC2.
+    pub fc2_warps: Fc2Warps,
+}
+
+/// Which variant is best for a shape, a number of tokens and a device.
+pub fn choose_variant(_shape: &LayerShape, _tokens: usize, _device: &Properties) -> Variant {
+    Variant { fc2_warps: Fc2Warps::W4 }
+}
+
+/// Errors that name the first size or option outside its limits.
+pub fn check(shape: &LayerShape, options: &LayerOptions) -> Result<()> {
+    let within = |name, value: usize, low: usize, high: usize| {
+        if (low..=high).contains(&value) {
+            Ok(())
+        } else {
+            Err(Error::argument(name, value, format!("{low} to {high}")))
+        }
+    };
+    within("experts", shape.experts, 1, MAX_EXPERTS)?;
+    within("top_k", shape.top_k, 1, MAX_TOP_K)?;
+    within("hidden", shape.hidden, 16, MAX_WIDTH)?;
+    within("intermediate", shape.intermediate, 16, MAX_WIDTH)?;
+    within("output", shape.output, 1, MAX_WIDTH)?;
+    for (name, value) in [("hidden", shape.hidden), ("intermediate", shape.intermediate)] {
+        if !value.is_multiple_of(16) {
+            return Err(Error::argument(name, value, "a multiple of 16"));
+        }
+    }
+    match options.limit {
+        // Written so that NaN is refused too.
+        Some(limit) if !(limit > 0.0) => {
+            Err(Error::argument("limit", limit, "a positive number, or None for no clamp"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Byte offsets of the parts of a workspace, and its size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Parts {
+    entry_count: usize,
+    entries: usize,
+    slot_pairs: usize,
+    slot_tokens: usize,
+    slot_scales: usize,
+    x_permuted: usize,
+    h: usize,
+    y: usize,
+    end: usize,
+}
+
+/// The parts of a workspace as kernel arguments.
+pub(crate) struct Table<'a> {
+    pub status: DeviceMut<'a, u32>,
+    pub entry_count: DeviceMut<'a, u32>,
+    pub entries: DeviceMut<'a, u32>,
+    pub slot_pairs: DeviceMut<'a, i32>,
+    pub slot_tokens: DeviceMut<'a, u32>,
+    pub slot_scales: DeviceMut<'a, f32>,
+    pub x_permuted: DeviceMut<'a, u16>,
+    pub h: DeviceMut<'a, u16>,
+    pub y: DeviceMut<'a, f32>,
+}
+
+/// Sizes of the launches of one pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launches {
+    /// Routing table and reordered activations.
+    pub route_prep: Grid,
+    /// Warps that count pairs in `route_prep`.
+    pub counting_warps: u32,
+    /// First projection.
+    pub fc1: Grid,
+    /// Second projection.
+    pub fc2: Grid,
+    /// Sum over experts.
+    pub combine: Grid,
+}
+
+/// How a layer of one shape runs for up to `max_tokens` tokens.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    shape: LayerShape,
+    options: LayerOptions,
+    max_tokens: usize,
+    variant: Variant,
+    device: Properties,
+    parts: Parts,
+}
+
+impl Plan {
+    /// A plan; readies its kernels on the device, so that a pass loads and sets nothing. Errors name `max_tokens` or a size.
+    pub fn new(device: &DeviceHandle, shape: LayerShape, options: LayerOptions, max_tokens: usize) -> Result<Self> {
+        let variant = choose_variant(&shape, max_tokens, device.properties());
+        Self::with_variant(device, shape, options, max_tokens, variant)
+    }
+
+    /// A plan with a given variant.
+    pub fn with_variant(
+        device: &DeviceHandle,
+        shape: LayerShape,
+        options: LayerOptions,
+        max_tokens: usize,
+        variant: Variant,
+    ) -> Result<Self> {
+        check(&shape, &options)?;
+        if max_tokens > MAX_PAIRS / shape.top_k {
+            let needed = format!("at most {} for top_k {}", MAX_PAIRS / shape.top_k, shape.top_k);
+            return Err(Error::argument("max_tokens", max_tokens, needed));
+        }
+        let parts = Parts::of(&shape, max_tokens)
+            .ok_or_else(|| Error::argument("max_tokens", max_tokens, "a workspace below 2^64 bytes"))?;
+        let plan = Plan { shape, options, max_tokens, variant, device: device.properties().clone(), parts };
+        let largest = plan.launches(max_tokens.max(1));
+        for &kernel in route_prep::route_prep::KERNELS {
+            device.prepare(kernel.into(), largest.route_prep.shared_bytes)?;
+        }
+        device.prepare(plan.fc1_kernel().into(), largest.fc1.shared_bytes)?;
+        device.prepare(plan.fc2_kernel().into(), largest.fc2.shared_bytes)?;
+        device.prepare(combine::combine::combine_f32_bf16.into(), 0)?;
+        Ok(plan)
+    }
+
+    /// Most tokens of a pass.
+    pub fn max_tokens(&self) -> usize {
+        self.max_tokens
+    }
+
+    /// Exact size of the workspace.
+    pub fn workspace_bytes(&self) -> usize {
+        self.parts.end
+    }
+
+    /// The variant in use.
+    pub fn variant(&self) -> Variant {
+        self.variant
+    }
+
+    /// The kernels of a pass, in order, with their launches for `tokens` tokens.
+    pub fn describe(&self, tokens: usize) -> Vec<(&'static str, Grid)> {
+        let size = self.launches(tokens);
+        let prep = match self.options.activation {
+            Activation::Bf16 => route_prep::route_prep::route_prep_bf16_bf16,
+            Activation::F16 => route_prep::route_prep::route_prep_bf16_f16,
+        };
+        vec![
+            (prep.name, size.route_prep),
+            (self.fc1_kernel().name, size.fc1),
+            (self.fc2_kernel().name, size.fc2),
+            (combine::combine::combine_f32_bf16.name, size.combine),
+        ]
+    }
+
+    /// Sizes of the launches for `tokens` tokens, 1 to `max_tokens`.
+    pub fn launches(&self, tokens: usize) -> Launches {
+        let LayerShape { hidden, intermediate, output, experts, top_k } = self.shape;
+        let pairs = tokens * top_k;
+        let entries = route_prep::max_entries(pairs, experts);
+        let multiprocessors = self.device.multiprocessors as usize;
+        let blocks = |work: usize, most: usize| work.clamp(1, most.min(i32::MAX as usize)) as u32;
+
+        let warps = route_prep::counting_warps(pairs, experts, self.device.shared_per_block);
+        // Eight elements a thread and step.
+        let rewritten = tokens * row_stride(hidden) + pairs * (row_stride(intermediate) - intermediate);
+        let rewriting = blocks(rewritten.div_ceil(8 * route_prep::THREADS as usize), 2 * multiprocessors);
+        let fc1_split = self.split().count() as u32;
+        let fc1_resident = self.fc1_kernel().min_blocks as usize * multiprocessors;
+        let warps2 = self.variant.fc2_warps.count();
+        let fc2_resident = self.fc2_kernel().min_blocks as usize * multiprocessors;
+        let fc2_units = entries * output.div_ceil(kernels_gpu::stream::ROWS as usize);
+        let summed = tokens * if output.is_multiple_of(4) { output / 4 } else { output };
+        Launches {
+            route_prep: Grid { blocks: 1 + rewriting, shared_bytes: route_prep::shared_bytes(warps, experts as u32) },
+            counting_warps: warps,
+            fc1: Grid {
+                blocks: blocks(entries * (intermediate / fc1::UNIT_COLUMNS as usize), fc1_resident),
+                shared_bytes: fc1::shared_bytes(fc1_split),
+            },
+            fc2: Grid {
+                blocks: blocks(fc2_units.div_ceil(warps2 as usize), fc2_resident),
+                shared_bytes: fc2::shared_bytes(warps2),
+            },
+            combine: Grid {
+                blocks: blocks(summed.div_ceil(combine::THREADS as usize), 8 * multiprocessors),
+                shared_bytes: 0,
+            },
+        }
+    }
+
+    fn split(&self) -> Split {
+        let Order::Seed { split } = self.options.order;
+        split
+    }
+
+    pub(crate) fn fc1_kernel(&self) -> Kernel<fc1::fc1::Family> {
+        use fc1::fc1::*;
+        match (self.options.activation, self.split()) {
+            (Activation::Bf16, Split::S1) => fc1_seed_bf16_split1,
+            (Activation::Bf16, Split::S2) => fc1_seed_bf16_split2,
+            (Activation::Bf16, Split::S4) => fc1_seed_bf16_split4,
+            (Activation::Bf16, Split::S8) => fc1_seed_bf16_split8,
+            (Activation::F16, Split::S1) => fc1_seed_f16_split1,
+            (Activation::F16, Split::S2) => fc1_seed_f16_split2,
+            (Activation::F16, Split::S4) => fc1_seed_f16_split4,
+            (Activation::F16, Split::S8) => fc1_seed_f16_split8,
+        }
+    }
+
+    pub(crate) fn fc2_kernel(&self) -> Kernel<fc2::fc2::Family> {
+        use fc2::fc2::*;
+        match (self.options.activation, self.variant.fc2_warps) {
+            (Activation::Bf16, Fc2Warps::W1) => fc2_seed_bf16_warps1,
+            (Activation::Bf16, Fc2Warps::W2) => fc2_seed_bf16_warps2,
+            (Activation::Bf16, Fc2Warps::W4) => fc2_seed_bf16_warps4,
+            (Activation::Bf16, Fc2Warps::W8) => fc2_seed_bf16_warps8,
+            (Activation::F16, Fc2Warps::W1) => fc2_seed_f16_warps1,
+            (Activation::F16, Fc2Warps::W2) => fc2_seed_f16_warps2,
+            (Activation::F16, Fc2Warps::W4) => fc2_seed_f16_warps4,
+            (Activation::F16, Fc2Warps::W8) => fc2_seed_f16_warps8,
+        }
+    }
+
+    pub(crate) fn prep_kernel<'a>(
+        &self,
+        x: Hidden<'a>,
+    ) -> Result<(&'a Buffer<u16>, Kernel<route_prep::route_prep::Family>)> {
+        use route_prep::route_prep::*;
+        match (x, self.options.activation) {
+            (Hidden::Bf16(x), Activation::Bf16) => Ok((x, route_prep_bf16_bf16)),
+            (Hidden::Bf16(x), Activation::F16) => Ok((x, route_prep_bf16_f16)),
+            (Hidden::F16(x), Activation::F16) => Ok((x, route_prep_f16_f16)),
+            (Hidden::F16(_), Activation::Bf16) => {
+                Err(Error::argument("x", "f16", "bf16, or a layer with Activation::F16"))
+            }
+        }
+    }
+
+    pub(crate) fn check_layer(&self, shape: &LayerShape, options: &LayerOptions) -> Result<()> {
+        if (self.shape, self.options.activation, self.options.order) == (*shape, options.activation, options.order) {
+            return Ok(());
+        }
+        Err(Error::argument("plan", format!("{:?}", self.shape), format!("a plan for {shape:?} with {options:?}")))
+    }
+
+    pub(crate) fn table<'a>(&self, workspace: &'a Workspace) -> Table<'a> {
+        let LayerShape { hidden, intermediate, output, experts, top_k } = self.shape;
+        let pairs = self.max_tokens * top_k;
+        let entries = route_prep::max_entries(pairs, experts);
+        let slots = entries * route_prep::ENTRY_SLOTS as usize;
+        let (memory, at) = (workspace.memory(), self.parts);
+        Table {
+            status: memory.part(0, 1),
+            entry_count: memory.part(at.entry_count, 1),
+            entries: memory.part(at.entries, entries * route_prep::RECORD_WORDS as usize),
+            slot_pairs: memory.part(at.slot_pairs, slots),
+            slot_tokens: memory.part(at.slot_tokens, slots),
+            slot_scales: memory.part(at.slot_scales, slots),
+            x_permuted: memory.part(at.x_permuted, self.max_tokens * row_stride(hidden)),
+            h: memory.part(at.h, pairs * row_stride(intermediate)),
+            y: memory.part(at.y, pairs * output),
+        }
+    }
+}
+
+impl Parts {
+    /// `None` where the size overflows.
+    fn of(shape: &LayerShape, max_tokens: usize) -> Option<Self> {
+        let pairs = max_tokens.checked_mul(shape.top_k)?;
+        let entries = route_prep::max_entries(pairs, shape.experts);
+        let slots = entries * route_prep::ENTRY_SLOTS as usize;
+        let mut end = 0usize;
+        let mut part = |elements: usize, bytes: usize| {
+            let at = end;
+            end = end.checked_add(elements.checked_mul(bytes)?)?.checked_next_multiple_of(ALIGNMENT)?;
+            Some(at)
+        };
+        // The status word comes first: see `Workspace`.
+        part(1, 4)?;
+        let entry_count = part(1, 4)?;
+        let entries = part(entries * route_prep::RECORD_WORDS as usize, 4)?;
+        let slot_pairs = part(slots, 4)?;
+        let slot_tokens = part(slots, 4)?;
+        let slot_scales = part(slots, 4)?;
+        let x_permuted = part(max_tokens.checked_mul(row_stride(shape.hidden))?, 2)?;
+        let h = part(pairs.checked_mul(row_stride(shape.intermediate))?, 2)?;
+        let y = part(pairs.checked_mul(shape.output)?, 4)?;
+        Some(Parts { entry_count, entries, slot_pairs, slot_tokens, slot_scales, x_permuted, h, y, end })
+    }
+}

@@ -1,4 +1,0 @@
-//! Helpers of the differential tests. Each test binary uses only some of them.
-#![allow(dead_code)]
-
-pub mod probe;
