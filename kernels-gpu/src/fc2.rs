@@ -126,27 +126,41 @@ fn body<T: Activation, A: Arch, const WARPS: u32>(
         let pair = slot_pairs.load(slots + g as usize);
         if pair < 0 { slot_pairs.load(slots) as usize } else { pair as usize }
     };
+    let start_of = |pair: usize| pair * stride + t as usize * 32;
+    // Activations are loaded one step before they are used, the pair that they belong to one unit before.
     let mut unit = first;
-    let mut pair = if schedule.has(unit) { pair_of(unit) } else { 0 };
+    let mut at = 0;
+    let mut x_next = [[[0; 4]; 4]; 2];
+    let mut pair = 0;
+    if schedule.has(first) {
+        at = start_of(pair_of(first));
+        x_next = [columns(h, at), columns(h, at + SEGMENT as usize / 2)];
+        let after = schedule.next(first);
+        if schedule.has(after) {
+            pair = pair_of(after);
+        }
+    }
     while schedule.has(unit) {
         let next = schedule.next(unit);
-        let row = pair * stride + t as usize * 32;
-        if schedule.has(next) {
-            pair = pair_of(next);
-        }
         let mut sum = [0.0; 4];
         let mut segment = 0;
         while segment < segments {
-            let at = row + (segment * SEGMENT) as usize;
-            // The second chunk of the last segment may be past the padded row.
-            let second = ((segment * SEGMENT + SEGMENT / 2) as usize) < stride;
-            let x0 = columns(h, at);
-            let x1 = if second { columns(h, at + SEGMENT as usize / 2) } else { [[0; 4]; 4] };
             let stage = ring.take::<{ STAGES - 1 }>();
             copy_next!();
-            sum = multiply::<T, A>(stage.codes[0], stage.scales[0], x0, sum);
-            sum = multiply::<T, A>(stage.codes[1], stage.scales[1], x1, sum);
             segment += 1;
+            if segment < segments {
+                at += SEGMENT as usize;
+            } else if schedule.has(next) {
+                at = start_of(pair);
+                let after = schedule.next(next);
+                if schedule.has(after) {
+                    pair = pair_of(after);
+                }
+            }
+            sum = multiply::<T, A>(stage.codes[0], stage.scales[0], x_next[0], sum);
+            x_next[0] = columns(h, at);
+            sum = multiply::<T, A>(stage.codes[1], stage.scales[1], x_next[1], sum);
+            x_next[1] = columns(h, at + SEGMENT as usize / 2);
         }
 
         let slots = (unit.entry * ENTRY_SLOTS) as usize;

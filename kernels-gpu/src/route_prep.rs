@@ -127,7 +127,14 @@ fn body<X: Activation, T: Activation, A: Arch>(
         let table = Table { entries, slot_pairs, slot_tokens, slot_scales };
         build_table(topk_ids, topk_weights, alpha1, alpha2, entry_count, table, status, tokens, top_k, experts, warps);
     } else {
-        permute_rows::<X, T>(x, x_permuted, status, tokens, hidden);
+        let live = |token: u32| {
+            let mut slot = 0;
+            while slot < top_k && topk_ids.load((token * top_k + slot) as usize) as u32 >= experts {
+                slot += 1;
+            }
+            slot < top_k
+        };
+        permute_rows::<X, T>(x, x_permuted, status, tokens, hidden, live);
         zero_padding(h, tokens as usize * top_k as usize, intermediate);
     }
 }
@@ -168,6 +175,8 @@ fn build_table(
     let end = (begin + range).min(pairs);
     let counting = warp() < warps;
 
+    // A warp keeps what it loads for its first 32 pairs: few tokens make no second pass over memory.
+    let first_id = load_id(topk_ids, begin, if counting { end } else { 0 });
     let mut i = thread_idx();
     while i < warps * experts {
         counts.store(i, 0);
@@ -175,11 +184,13 @@ fn build_table(
     }
     sync::sync_threads();
 
+    let mut held = Group::new(first_id, experts);
     if counting {
+        held.load_values(topk_weights, alpha1, alpha2, begin);
         let mut bad = false;
+        let mut group = held;
         let mut at = begin;
         while at < end {
-            let group = Group::load(topk_ids, at, end, experts);
             bad |= group.bad;
             if group.leads() {
                 let count = warp() * experts + group.expert;
@@ -187,6 +198,9 @@ fn build_table(
             }
             sync::sync_warp();
             at += 32;
+            if at < end {
+                group = Group::new(load_id(topk_ids, at, end), experts);
+            }
         }
         if lanes::any(bad) && lane() == 0 {
             status.atomic_or(0, status::BAD_EXPERT_ID);
@@ -204,10 +218,18 @@ fn build_table(
         let mut total = 0;
         let mut w = 0;
         while w < warps {
-            let count = counts.load(w * experts + expert);
-            counts.store(w * experts + expert, total);
-            total += count;
-            w += 1;
+            // Eight loads before the first store, which the hardware could not reorder.
+            let found = [0, 1, 2, 3, 4, 5, 6, 7]
+                .map(|i| if w + i < warps { counts.load((w + i) * experts + expert) } else { 0 });
+            let mut i = 0;
+            while i < 8 {
+                if w + i < warps {
+                    counts.store((w + i) * experts + expert, total);
+                }
+                total += found[i as usize];
+                i += 1;
+            }
+            w += 8;
         }
         totals.store(expert, total);
         own += total.div_ceil(ENTRY_SLOTS);
@@ -237,9 +259,9 @@ fn build_table(
     sync::sync_threads();
 
     if counting {
+        let mut group = held;
         let mut at = begin;
         while at < end {
-            let group = Group::load(topk_ids, at, end, experts);
             let count = warp() * experts + if group.valid { group.expert } else { 0 };
             let start = counts.load(count);
             sync::sync_warp();
@@ -252,29 +274,59 @@ fn build_table(
                 let total = totals.load(group.expert);
                 let entry = first_entry.load(group.expert) + rank / ENTRY_SLOTS;
                 let pair = at + lane();
-                place(table, topk_weights, alpha1, alpha2, pair, pair / per_token, group.expert, rank, total, entry);
+                group.place(table, pair, pair / per_token, rank, total, entry);
             }
             at += 32;
+            if at < end {
+                group = Group::new(load_id(topk_ids, at, end), experts);
+                group.load_values(topk_weights, alpha1, alpha2, at);
+            }
         }
     }
 }
 
+/// This lane's id of the 32 pairs from `at` on, -1 from `end` on.
+#[inline(always)]
+fn load_id(topk_ids: In<i32>, at: u32, end: u32) -> i32 {
+    let pair = at + lane();
+    if pair < end { topk_ids.load(pair as usize) } else { -1 }
+}
+
 /// 32 neighbouring pairs, one a lane.
+#[derive(Clone, Copy)]
 struct Group {
     expert: u32,
     valid: bool,
     bad: bool,
     /// Lanes with the same expert.
     peers: u32,
+    /// alpha2 · weight.
+    scale: f32,
+    /// alpha1, bits of up and gate.
+    alpha1: [u32; 2],
 }
 
 impl Group {
     #[inline(always)]
-    fn load(topk_ids: In<i32>, at: u32, end: u32, experts: u32) -> Self {
-        let pair = at + lane();
-        let id = if pair < end { topk_ids.load(pair as usize) } else { -1 };
+    fn new(id: i32, experts: u32) -> Self {
         let expert = id as u32;
-        Group { expert, valid: expert < experts, bad: id >= 0 && expert >= experts, peers: lanes::match_any(expert) }
+        Group {
+            expert,
+            valid: expert < experts,
+            bad: id >= 0 && expert >= experts,
+            peers: lanes::match_any(expert),
+            scale: 0.0,
+            alpha1: [0; 2],
+        }
+    }
+
+    #[inline(always)]
+    fn load_values(&mut self, topk_weights: In<f32>, alpha1: In<f32>, alpha2: In<f32>, at: u32) {
+        if self.valid {
+            let expert = self.expert as usize;
+            self.scale = alpha2.load(expert) * topk_weights.load((at + lane()) as usize);
+            self.alpha1 = [alpha1.load(2 * expert).to_bits(), alpha1.load(2 * expert + 1).to_bits()];
+        }
     }
 
     /// Whether this lane is the first of its peers.
@@ -282,46 +334,34 @@ impl Group {
     fn leads(&self) -> bool {
         self.valid && self.peers.trailing_zeros() == lane()
     }
-}
 
-/// Writes the slot of one pair; the first pair of an entry writes the record too, the last pair of an expert the unused slots.
-#[allow(clippy::too_many_arguments)]
-#[inline(always)]
-fn place(
-    table: Table,
-    topk_weights: In<f32>,
-    alpha1: In<f32>,
-    alpha2: In<f32>,
-    pair: u32,
-    token: u32,
-    expert: u32,
-    rank: u32,
-    total: u32,
-    entry: u32,
-) {
-    let slot = (entry * ENTRY_SLOTS + rank % ENTRY_SLOTS) as usize;
-    table.slot_pairs.store(slot, pair as i32);
-    table.slot_tokens.store(slot, token);
-    table.slot_scales.store(slot, alpha2.load(expert as usize) * topk_weights.load(pair as usize));
-    if rank % ENTRY_SLOTS == 0 {
-        let record = (entry * RECORD_WORDS) as usize;
-        let count = (total - rank).min(ENTRY_SLOTS);
-        let up = alpha1.load(expert as usize * 2).to_bits();
-        let gate = alpha1.load(expert as usize * 2 + 1).to_bits();
-        table.entries.store_v4(record, [expert, count, up, gate]);
-    }
-    if rank + 1 == total {
-        let mut unused = slot + 1;
-        while unused % ENTRY_SLOTS as usize != 0 {
-            table.slot_pairs.store(unused, -1);
-            table.slot_tokens.store(unused, 0);
-            table.slot_scales.store(unused, 0.0);
-            unused += 1;
+    /// Writes the slot of this lane's pair, which is number `rank` of its expert's `total`. The first pair of an entry writes the
+    /// record too, the last pair of an expert the unused slots.
+    #[inline(always)]
+    fn place(&self, table: Table, pair: u32, token: u32, rank: u32, total: u32, entry: u32) {
+        let slot = (entry * ENTRY_SLOTS + rank % ENTRY_SLOTS) as usize;
+        table.slot_pairs.store(slot, pair as i32);
+        table.slot_tokens.store(slot, token);
+        table.slot_scales.store(slot, self.scale);
+        if rank % ENTRY_SLOTS == 0 {
+            let count = (total - rank).min(ENTRY_SLOTS);
+            let record = [self.expert, count, self.alpha1[0], self.alpha1[1]];
+            table.entries.store_v4((entry * RECORD_WORDS) as usize, record);
+        }
+        if rank + 1 == total {
+            let mut unused = slot + 1;
+            while unused % ENTRY_SLOTS as usize != 0 {
+                table.slot_pairs.store(unused, -1);
+                table.slot_tokens.store(unused, 0);
+                table.slot_scales.store(unused, 0.0);
+                unused += 1;
+            }
         }
     }
 }
 
-/// Rewrites x in tensor-core order, eight elements a thread and step.
+/// Rewrites x in tensor-core order, eight elements a thread and step. A finite element that becomes infinite is reported where its
+/// token is `live`: rows that only pad a batch may hold anything.
 #[inline(always)]
 fn permute_rows<X: Activation, T: Activation>(
     x: In<u16>,
@@ -329,6 +369,7 @@ fn permute_rows<X: Activation, T: Activation>(
     status: Out<u32>,
     tokens: u32,
     hidden: u32,
+    live: impl Fn(u32) -> bool,
 ) {
     let stride = row_stride(hidden as usize) as u32;
     // Dividing by a NonZero needs no check for zero, and so no panic in the kernel.
@@ -352,12 +393,13 @@ fn permute_rows<X: Activation, T: Activation>(
                     (to, finite::<X>(element(i)) && !finite::<T>(to))
                 }
             };
-            let pairs = [(0, 2), (1, 3), (4, 6), (5, 7)].map(|(low, high)| {
+            let mut infinite = false;
+            out = [(0, 2), (1, 3), (4, 6), (5, 7)].map(|(low, high)| {
                 let (low, high) = (convert(low), convert(high));
-                overflow |= low.1 | high.1;
+                infinite |= low.1 | high.1;
                 low.0 as u32 | (high.0 as u32) << 16
             });
-            out = pairs;
+            overflow |= infinite && live(token);
         }
         x_permuted.store_v4(token as usize * stride as usize + word as usize * 8, out);
         at += step;
