@@ -9,7 +9,7 @@
 use crate::dequant::Activation;
 use crate::layout::permute::{position, row_stride};
 use crate::status;
-use core::num::{NonZeroU32, NonZeroUsize};
+use core::num::NonZeroU32;
 use cuda_std::arch::Arch;
 use cuda_std::kernels;
 use cuda_std::memory::{In, Out};
@@ -135,7 +135,7 @@ fn body<X: Activation, T: Activation, A: Arch>(
             slot < top_k
         };
         permute_rows::<X, T>(x, x_permuted, status, tokens, hidden, live);
-        zero_padding(h, tokens as usize * top_k as usize, intermediate);
+        zero_padding(h, tokens * top_k, intermediate);
     }
 }
 
@@ -300,8 +300,8 @@ struct Group {
     bad: bool,
     /// Lanes with the same expert.
     peers: u32,
-    /// alpha2 · weight.
-    scale: f32,
+    /// alpha2 and the pair's weight. Multiplied when they are stored: until then nobody waits for the loads.
+    scales: [f32; 2],
     /// alpha1, bits of up and gate.
     alpha1: [u32; 2],
 }
@@ -315,7 +315,7 @@ impl Group {
             valid: expert < experts,
             bad: id >= 0 && expert >= experts,
             peers: lanes::match_any(expert),
-            scale: 0.0,
+            scales: [0.0; 2],
             alpha1: [0; 2],
         }
     }
@@ -324,7 +324,7 @@ impl Group {
     fn load_values(&mut self, topk_weights: In<f32>, alpha1: In<f32>, alpha2: In<f32>, at: u32) {
         if self.valid {
             let expert = self.expert as usize;
-            self.scale = alpha2.load(expert) * topk_weights.load((at + lane()) as usize);
+            self.scales = [alpha2.load(expert), topk_weights.load((at + lane()) as usize)];
             self.alpha1 = [alpha1.load(2 * expert).to_bits(), alpha1.load(2 * expert + 1).to_bits()];
         }
     }
@@ -342,7 +342,7 @@ impl Group {
         let slot = (entry * ENTRY_SLOTS + rank % ENTRY_SLOTS) as usize;
         table.slot_pairs.store(slot, pair as i32);
         table.slot_tokens.store(slot, token);
-        table.slot_scales.store(slot, self.scale);
+        table.slot_scales.store(slot, self.scales[0] * self.scales[1]);
         if rank % ENTRY_SLOTS == 0 {
             let count = (total - rank).min(ENTRY_SLOTS);
             let record = [self.expert, count, self.alpha1[0], self.alpha1[1]];
@@ -372,14 +372,13 @@ fn permute_rows<X: Activation, T: Activation>(
     live: impl Fn(u32) -> bool,
 ) {
     let stride = row_stride(hidden as usize) as u32;
-    // Dividing by a NonZero needs no check for zero, and so no panic in the kernel.
-    let words = NonZeroUsize::new((stride / 8) as usize).unwrap_or(NonZeroUsize::MIN);
-    let total = tokens as usize * words.get();
-    let mut at = (block_idx() - 1) as usize * block_dim() as usize + thread_idx() as usize;
-    let step = (grid_dim() - 1) as usize * block_dim() as usize;
+    // (token, word) advances by a fixed step: one division at the start instead of one an element.
+    let words = NonZeroU32::new(stride / 8).unwrap_or(NonZeroU32::MIN);
+    let start = (block_idx() - 1) * block_dim() + thread_idx();
+    let step = (grid_dim() - 1) * block_dim();
+    let (mut token, mut word) = (start / words, start % words);
     let mut overflow = false;
-    while at < total {
-        let (token, word) = ((at / words) as u32, (at % words) as u32);
+    while token < tokens {
         let mut out = [0u32; 4];
         if word * 8 < hidden {
             // hidden is a multiple of 16, so a group of eight is whole or absent.
@@ -402,7 +401,12 @@ fn permute_rows<X: Activation, T: Activation>(
             overflow |= infinite && live(token);
         }
         x_permuted.store_v4(token as usize * stride as usize + word as usize * 8, out);
-        at += step;
+        token += step / words;
+        word += step % words;
+        if word >= words.get() {
+            token += 1;
+            word -= words.get();
+        }
     }
     const { assert!(position(1) == 2 && position(2) == 1 && position(5) == 6) };
     if lanes::any(overflow) && lane() == 0 {
@@ -412,15 +416,20 @@ fn permute_rows<X: Activation, T: Activation>(
 
 /// Zeros behind the last element of each row of h. Its rows are written in whole groups of eight, as above.
 #[inline(always)]
-fn zero_padding(h: Out<u16>, rows: usize, intermediate: u32) {
+fn zero_padding(h: Out<u16>, rows: u32, intermediate: u32) {
     let stride = row_stride(intermediate as usize);
-    let groups = (stride - intermediate as usize) / 8;
-    let padding = NonZeroUsize::new(groups).unwrap_or(NonZeroUsize::MIN);
-    let total = rows * groups;
-    let mut at = (block_idx() - 1) as usize * block_dim() as usize + thread_idx() as usize;
-    let step = (grid_dim() - 1) as usize * block_dim() as usize;
-    while at < total {
-        h.store_v4(at / padding * stride + intermediate as usize + at % padding * 8, [0; 4]);
-        at += step;
+    let groups = (stride - intermediate as usize) as u32 / 8;
+    let width = NonZeroU32::new(groups).unwrap_or(NonZeroU32::MIN);
+    let start = (block_idx() - 1) * block_dim() + thread_idx();
+    let step = (grid_dim() - 1) * block_dim();
+    let (mut row, mut group) = (start / width, start % width);
+    while groups > 0 && row < rows {
+        h.store_v4(row as usize * stride + intermediate as usize + group as usize * 8, [0; 4]);
+        row += step / width;
+        group += step % width;
+        if group >= groups {
+            row += 1;
+            group -= groups;
+        }
     }
 }
