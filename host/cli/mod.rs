@@ -3,6 +3,7 @@
 //! Exit codes: 0, everything ran and agreed; 1, a disagreement or a back end that failed; 2, bad input. Errors go to stderr.
 
 mod backend;
+mod bench;
 mod output;
 mod run;
 
@@ -22,6 +23,8 @@ struct Cli {
 enum Command {
     /// Run a layer of a checkpoint on several back ends and compare the results.
     Run(run::Args),
+    /// Time layers on a GPU.
+    Bench(bench::Args),
 }
 
 /// What a command that ran to its end has found.
@@ -36,6 +39,7 @@ pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let verdict = match cli.command {
         Command::Run(args) => run::run(&args),
+        Command::Bench(args) => bench::run(&args),
     };
     match verdict {
         Ok(Verdict::Agreed) => ExitCode::SUCCESS,
