@@ -8,6 +8,7 @@ use crate::types::{LayerOptions, LayerShape};
 use crate::workspace::Workspace;
 use cuda_std::kernel::DeviceRef;
 use kernels_gpu::{combine, fc1, fc2, route_prep};
+use std::sync::Arc;
 
 /// Hidden states on a device, row-major [M, hidden].
 #[derive(Clone, Copy, Debug)]
@@ -33,11 +34,16 @@ pub struct Inputs<'a> {
 
 /// The routed experts of a layer, on a device. One copy of the weights, in the layout that checkpoints' runtimes publish:
 /// w13 rows are [up; gate], scales are 128x4-swizzled.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Layer {
-    device: DeviceHandle,
     shape: LayerShape,
     options: LayerOptions,
+    weights: Arc<Weights>,
+}
+
+#[derive(Debug)]
+struct Weights {
+    device: DeviceHandle,
     w13: Buffer<u8>,
     s13: Buffer<u8>,
     alpha1: Buffer<f32>,
@@ -52,17 +58,16 @@ impl Layer {
         let shape = experts.shape().with_top_k(top_k);
         crate::plan::check(&shape, &options)?;
         let alpha1: &[f32] = experts.alpha1().as_flattened();
-        Ok(Layer {
+        let weights = Weights {
             device: device.clone(),
-            shape,
-            options,
             w13: Buffer::from_slice(device, experts.w13())?,
             s13: Buffer::from_slice(device, experts.s13().bytes())?,
             alpha1: Buffer::from_slice(device, alpha1)?,
             w2: Buffer::from_slice(device, experts.w2())?,
             s2: Buffer::from_slice(device, experts.s2().bytes())?,
             alpha2: Buffer::from_slice(device, experts.alpha2())?,
-        })
+        };
+        Ok(Layer { shape, options, weights: Arc::new(weights) })
     }
 
     /// From buffers that are on the device already. Errors name the buffer and the needed and given length.
@@ -85,7 +90,14 @@ impl Layer {
         check_at_least("w2", w2.len(), needed.w2)?;
         check_at_least("s2", s2.len(), needed.s2)?;
         check_at_least("alpha2", alpha2.len(), needed.alpha2)?;
-        Ok(Layer { device: w13.device().clone(), shape, options, w13, s13, alpha1, w2, s2, alpha2 })
+        let weights = Weights { device: w13.device().clone(), w13, s13, alpha1, w2, s2, alpha2 };
+        Ok(Layer { shape, options, weights: Arc::new(weights) })
+    }
+
+    /// The same weights with another arithmetic.
+    pub fn with_options(&self, options: LayerOptions) -> Result<Self> {
+        crate::plan::check(&self.shape, &options)?;
+        Ok(Layer { options, ..self.clone() })
     }
 
     /// Dimensions.
@@ -100,12 +112,13 @@ impl Layer {
 
     /// Bytes of codes and scales of one expert.
     pub fn bytes_per_expert(&self) -> usize {
-        (self.w13.len() + self.s13.len() + self.w2.len() + self.s2.len()) / self.shape.experts
+        let Weights { w13, s13, w2, s2, .. } = &*self.weights;
+        (w13.len() + s13.len() + w2.len() + s2.len()) / self.shape.experts
     }
 
     /// A plan for up to `max_tokens` tokens.
     pub fn plan(&self, max_tokens: usize) -> Result<Plan> {
-        Plan::new(&self.device, self.shape, self.options, max_tokens)
+        Plan::new(&self.weights.device, self.shape, self.options, max_tokens)
     }
 
     /// Enqueues the layer: out[M, output] bf16. Allocates nothing and waits for nothing, so it can be captured in a graph, which
@@ -114,6 +127,19 @@ impl Layer {
     /// All arguments are checked before anything is launched. Errors name the argument: `tokens` above the plan's, a buffer that
     /// is too short, a workspace of another plan.
     pub fn forward(&self, plan: &Plan, workspace: &Workspace, inputs: Inputs<'_>, out: &Buffer<u16>) -> Result<()> {
+        self.enqueue(plan, workspace, inputs, out, &Stage::ALL)
+    }
+
+    /// As [`Layer::forward`], but only some of its kernels, to time them alone. Each stage reads what the ones before it left in the
+    /// workspace.
+    pub fn enqueue(
+        &self,
+        plan: &Plan,
+        workspace: &Workspace,
+        inputs: Inputs<'_>,
+        out: &Buffer<u16>,
+        stages: &[Stage],
+    ) -> Result<()> {
         let LayerShape { hidden, intermediate, output, experts, top_k } = self.shape;
         let tokens = inputs.tokens;
         plan.check_layer(&self.shape, &self.options)?;
@@ -135,86 +161,110 @@ impl Layer {
             return Ok(());
         }
 
-        let device = &*self.device;
+        let weights = &*self.weights;
+        let device = &*weights.device;
         let table = plan.table(workspace);
         let size = plan.launches(tokens);
-        launch(
-            device,
-            prep_kernel,
-            size.route_prep,
-            route_prep::route_prep::Args {
-                topk_ids: inputs.topk_ids.as_ref(),
-                topk_weights: inputs.topk_weights.as_ref(),
-                alpha1: self.alpha1.as_ref(),
-                alpha2: self.alpha2.as_ref(),
-                x: x.as_ref(),
-                entry_count: table.entry_count,
-                entries: table.entries,
-                slot_pairs: table.slot_pairs,
-                slot_tokens: table.slot_tokens,
-                slot_scales: table.slot_scales,
-                x_permuted: table.x_permuted,
-                h: table.h,
-                status: table.status,
-                tokens: tokens as u32,
-                top_k: top_k as u32,
-                experts: experts as u32,
-                hidden: hidden as u32,
-                intermediate: intermediate as u32,
-                warps: size.counting_warps,
-            },
-        )?;
-        launch(
-            device,
-            plan.fc1_kernel(),
-            size.fc1,
-            fc1::fc1::Args {
-                entry_count: table.entry_count.into(),
-                entries: table.entries.into(),
-                slot_pairs: table.slot_pairs.into(),
-                slot_tokens: table.slot_tokens.into(),
-                x: table.x_permuted.into(),
-                w13: self.w13.as_ref(),
-                s13: self.s13.as_ref(),
-                h: table.h,
-                status: table.status,
-                hidden: hidden as u32,
-                intermediate: intermediate as u32,
-                limit: self.options.limit.unwrap_or(f32::INFINITY),
-            },
-        )?;
-        launch(
-            device,
-            plan.fc2_kernel(),
-            size.fc2,
-            fc2::fc2::Args {
-                entry_count: table.entry_count.into(),
-                entries: table.entries.into(),
-                slot_pairs: table.slot_pairs.into(),
-                slot_scales: table.slot_scales.into(),
-                h: table.h.into(),
-                w2: self.w2.as_ref(),
-                s2: self.s2.as_ref(),
-                y: table.y,
-                intermediate: intermediate as u32,
-                output: output as u32,
-            },
-        )?;
-        launch(
-            device,
-            combine::combine::combine_f32_bf16,
-            size.combine,
-            combine::combine::Args {
-                topk_ids: inputs.topk_ids.as_ref(),
-                y: DeviceRef::from(table.y),
-                out: out.as_mut(),
-                tokens: tokens as u32,
-                top_k: top_k as u32,
-                experts: experts as u32,
-                output: output as u32,
-            },
-        )
+        for stage in stages {
+            match stage {
+                Stage::RoutePrep => launch(
+                    device,
+                    prep_kernel,
+                    size.route_prep,
+                    route_prep::route_prep::Args {
+                        topk_ids: inputs.topk_ids.as_ref(),
+                        topk_weights: inputs.topk_weights.as_ref(),
+                        alpha1: weights.alpha1.as_ref(),
+                        alpha2: weights.alpha2.as_ref(),
+                        x: x.as_ref(),
+                        entry_count: table.entry_count,
+                        entries: table.entries,
+                        slot_pairs: table.slot_pairs,
+                        slot_tokens: table.slot_tokens,
+                        slot_scales: table.slot_scales,
+                        x_permuted: table.x_permuted,
+                        h: table.h,
+                        status: table.status,
+                        tokens: tokens as u32,
+                        top_k: top_k as u32,
+                        experts: experts as u32,
+                        hidden: hidden as u32,
+                        intermediate: intermediate as u32,
+                        warps: size.counting_warps,
+                    },
+                )?,
+                Stage::Fc1 => launch(
+                    device,
+                    plan.fc1_kernel(),
+                    size.fc1,
+                    fc1::fc1::Args {
+                        entry_count: table.entry_count.into(),
+                        entries: table.entries.into(),
+                        slot_pairs: table.slot_pairs.into(),
+                        slot_tokens: table.slot_tokens.into(),
+                        x: table.x_permuted.into(),
+                        w13: weights.w13.as_ref(),
+                        s13: weights.s13.as_ref(),
+                        h: table.h,
+                        status: table.status,
+                        hidden: hidden as u32,
+                        intermediate: intermediate as u32,
+                        limit: self.options.limit.unwrap_or(f32::INFINITY),
+                    },
+                )?,
+                Stage::Fc2 => launch(
+                    device,
+                    plan.fc2_kernel(),
+                    size.fc2,
+                    fc2::fc2::Args {
+                        entry_count: table.entry_count.into(),
+                        entries: table.entries.into(),
+                        slot_pairs: table.slot_pairs.into(),
+                        slot_scales: table.slot_scales.into(),
+                        h: table.h.into(),
+                        w2: weights.w2.as_ref(),
+                        s2: weights.s2.as_ref(),
+                        y: table.y,
+                        intermediate: intermediate as u32,
+                        output: output as u32,
+                    },
+                )?,
+                Stage::Combine => launch(
+                    device,
+                    combine::combine::combine_f32_bf16,
+                    size.combine,
+                    combine::combine::Args {
+                        topk_ids: inputs.topk_ids.as_ref(),
+                        y: DeviceRef::from(table.y),
+                        out: out.as_mut(),
+                        tokens: tokens as u32,
+                        top_k: top_k as u32,
+                        experts: experts as u32,
+                        output: output as u32,
+                    },
+                )?,
+            }
+        }
+        Ok(())
     }
+}
+
+/// One kernel of a pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Stage {
+    /// Routing table and reordered activations.
+    RoutePrep,
+    /// First projection and SwiGLU.
+    Fc1,
+    /// Second projection.
+    Fc2,
+    /// Sum over experts.
+    Combine,
+}
+
+impl Stage {
+    /// A whole pass, in order.
+    pub const ALL: [Stage; 4] = [Stage::RoutePrep, Stage::Fc1, Stage::Fc2, Stage::Combine];
 }
 
 /// Lengths of the weight buffers of a layer.

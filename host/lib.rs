@@ -1,5 +1,6 @@
 //! Mixture-of-experts layers for NVIDIA GPUs whose kernels are written in Rust.
 
+pub mod bench;
 pub mod checkpoint;
 pub mod device;
 pub mod diff;

@@ -2,9 +2,11 @@
 
 mod buffer;
 mod emulated;
+mod gpu;
 
 pub use buffer::{Buffer, Element};
 pub use emulated::{Emulator, EmulatorOptions};
+pub use gpu::{Gpu, Graph, KernelInfo, MODULES, Module, choose_module};
 
 use crate::error::{Error, Result};
 use cuda_std::emu;

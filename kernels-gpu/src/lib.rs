@@ -6,11 +6,13 @@
 //! | [`fc1`] | gate and up projections with SwiGLU | activation x K split |
 //! | [`fc2`] | down projection, one row of partial results a pair | activation x warps a block |
 //! | [`combine`] | sum over a token's experts | one |
+//! | [`bandwidth`] | reads, copies and noise for benchmarks | three |
 //!
 //! Shared pieces: [`stream`] moves weight tiles through shared memory, [`tensor`] is the inner loop, [`dequant`] turns codes and scales into mma operands,
 //! [`schedule`] deals out the work, [`layout`] holds the index formulas.
 #![cfg_attr(target_arch = "nvptx64", no_std, feature(abi_ptx, asm_experimental_arch))]
 
+pub mod bandwidth;
 pub mod combine;
 pub mod dequant;
 pub mod fc1;

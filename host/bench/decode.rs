@@ -1,0 +1,282 @@
+//! The decode table.
+
+use super::recorded::{BenchShape, TOKENS};
+use crate::device::{Buffer, DeviceHandle, Element, Gpu, Grid, launch};
+use crate::diff::Random;
+use crate::error::Result;
+use crate::layer::{Hidden, Inputs, Layer, Stage, WeightLengths};
+use crate::plan::{Fc2Warps, Plan, Variant, choose_variant};
+use crate::types::{Activation, LayerOptions, LayerShape, Order, Split};
+use crate::workspace::Workspace;
+use kernels_gpu::bandwidth;
+use serde::Serialize;
+use std::sync::Arc;
+
+/// Calls in one graph.
+const CALLS: usize = 12;
+/// Bytes of other weights that are read before a set comes back.
+const ROTATION: usize = 240_000_000;
+/// Samples of which the median counts.
+const SAMPLES: usize = 7;
+/// Least length of a sample, milliseconds.
+const SAMPLE_MS: f32 = 3.0;
+
+/// What to measure.
+#[derive(Clone, Debug)]
+pub struct DecodeOptions {
+    /// Layers.
+    pub shapes: Vec<BenchShape>,
+    /// Numbers of tokens.
+    pub tokens: Vec<usize>,
+    /// Activations.
+    pub activations: Vec<Activation>,
+    /// Splits.
+    pub splits: Vec<Split>,
+    /// Warps of a block of FC2; empty for the plan's own choice.
+    pub fc2_warps: Vec<Fc2Warps>,
+    /// Also time each kernel alone.
+    pub stages: bool,
+    /// Seed of routings and data.
+    pub seed: u64,
+}
+
+/// Microseconds of each kernel alone.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct StageTimes {
+    /// Routing table and reordered activations.
+    pub route_prep: f32,
+    /// First projection.
+    pub fc1: f32,
+    /// Second projection.
+    pub fc2: f32,
+    /// Sum over experts.
+    pub combine: f32,
+}
+
+/// One measurement.
+#[derive(Clone, Debug, Serialize)]
+pub struct DecodeRow {
+    /// Shape.
+    pub shape: &'static str,
+    /// Tokens.
+    pub tokens: usize,
+    /// "bf16" or "f16".
+    pub activation: &'static str,
+    /// K split of FC1.
+    pub split: usize,
+    /// Warps of a block of FC2.
+    pub fc2_warps: u32,
+    /// Whether a layer uses this by default.
+    pub default: bool,
+    /// Microseconds of a layer, from bf16 hidden states and top-k ids to bf16 output.
+    pub microseconds: f32,
+    /// Mean number of distinct experts.
+    pub experts: f32,
+    /// Bytes of the active experts' codes and scales.
+    pub bytes: f64,
+    /// Kernels alone, where asked for.
+    pub stages: Option<StageTimes>,
+}
+
+/// Time of a read-only kernel over cold memory.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct ReadRow {
+    /// Bytes read.
+    pub bytes: usize,
+    /// Microseconds, launch included.
+    pub microseconds: f32,
+}
+
+/// Median microseconds of one of the `calls` calls that `work` enqueues.
+fn time(gpu: &Arc<Gpu>, calls: usize, work: impl FnOnce() -> Result<()>) -> Result<f32> {
+    let graph = gpu.capture(work)?;
+    graph.launch()?;
+    let once = gpu.elapsed_ms(|| graph.launch())?;
+    let replays = (SAMPLE_MS / once.max(1e-3)).ceil().clamp(1.0, 100.0) as usize;
+    let mut samples = Vec::with_capacity(SAMPLES);
+    for _ in 0..SAMPLES {
+        let ms = gpu.elapsed_ms(|| (0..replays).try_for_each(|_| graph.launch()))?;
+        samples.push(ms * 1e3 / (replays * calls) as f32);
+    }
+    samples.sort_by(f32::total_cmp);
+    Ok(samples[SAMPLES / 2])
+}
+
+/// Times a read-only kernel at three sizes. A slow card shows here.
+pub fn read_floor(gpu: &Arc<Gpu>) -> Result<Vec<ReadRow>> {
+    let device: DeviceHandle = gpu.clone();
+    let kernel = bandwidth::read::read_bytes;
+    device.prepare(kernel.into(), 0)?;
+    let sink = Buffer::<u32>::new(&device, 1)?;
+    let memory = noise::<u8>(&device, 2 << 30, 1, false)?;
+    let mut rows = Vec::new();
+    for megabytes in [21, 85, 512] {
+        let blocks = megabytes * 1_000_000 / bandwidth::BLOCK_BYTES;
+        let bytes = blocks * bandwidth::BLOCK_BYTES;
+        let regions = (memory.len() / bytes).min(CALLS);
+        let grid = Grid { blocks: blocks as u32, shared_bytes: 0 };
+        let microseconds = time(gpu, regions, || {
+            (0..regions).try_for_each(|i| {
+                let from = memory.part::<u8>(i * bytes, bytes).into();
+                launch(&*device, kernel, grid, bandwidth::read::Args { from, sink: sink.as_mut() })
+            })
+        })?;
+        rows.push(ReadRow { bytes, microseconds });
+    }
+    Ok(rows)
+}
+
+/// A buffer of noise, made on the device.
+fn noise<T: Element>(device: &DeviceHandle, len: usize, seed: u32, scales: bool) -> Result<Buffer<T>> {
+    let bytes = len * size_of::<T>();
+    let buffer = Buffer::<T>::new(device, len.next_multiple_of(16))?;
+    let words = bytes.next_multiple_of(16) / 4;
+    let kernel = bandwidth::fill::fill_noise;
+    device.prepare(kernel.into(), 0)?;
+    launch(
+        &**device,
+        kernel,
+        Grid { blocks: 1024, shared_bytes: 0 },
+        bandwidth::fill::Args { to: buffer.part(0, words), words: words as u64, seed, scales: scales.into() },
+    )?;
+    Ok(buffer)
+}
+
+/// One call's inputs.
+struct Batch {
+    x: Buffer<u16>,
+    topk_ids: Buffer<i32>,
+    topk_weights: Buffer<f32>,
+    experts: usize,
+}
+
+impl Batch {
+    /// Normal-looking hidden states, `top_k` distinct experts a token, weights 1 / top_k.
+    fn draw(device: &DeviceHandle, shape: &LayerShape, tokens: usize, random: &mut Random) -> Result<Self> {
+        let x: Vec<u16> = (0..tokens * shape.hidden)
+            .map(|_| {
+                let sum: f32 = (0..4).map(|_| random.in_range(-1.0, 1.0)).sum();
+                half::bf16::from_f32(sum).to_bits()
+            })
+            .collect();
+        let mut used = vec![false; shape.experts];
+        let mut ids = Vec::with_capacity(tokens * shape.top_k);
+        for _ in 0..tokens {
+            let first = ids.len();
+            while ids.len() - first < shape.top_k {
+                let id = (random.next() % shape.experts as u64) as i32;
+                if !ids[first..].contains(&id) {
+                    ids.push(id);
+                    used[id as usize] = true;
+                }
+            }
+        }
+        Ok(Batch {
+            x: Buffer::from_slice(device, &x)?,
+            topk_weights: Buffer::from_slice(device, &vec![1.0 / shape.top_k as f32; ids.len()])?,
+            topk_ids: Buffer::from_slice(device, &ids)?,
+            experts: used.iter().filter(|&&used| used).count(),
+        })
+    }
+}
+
+fn random_layer(device: &DeviceHandle, shape: LayerShape, seed: u32) -> Result<Layer> {
+    let len = WeightLengths::of(&shape)?;
+    // Keeps gate, up and the output near 1.
+    let alpha = |width: usize| 0.5 / (width as f32).sqrt();
+    Layer::from_buffers(
+        shape,
+        LayerOptions::default(),
+        noise(device, len.w13, seed, false)?,
+        noise(device, len.s13, seed + 1, true)?,
+        Buffer::from_slice(device, &vec![alpha(shape.hidden); len.alpha1])?,
+        noise(device, len.w2, seed + 2, false)?,
+        noise(device, len.s2, seed + 3, true)?,
+        Buffer::from_slice(device, &vec![alpha(shape.intermediate); len.alpha2])?,
+    )
+}
+
+/// Measures everything in `options`; `report` sees each row as it is done.
+pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&DecodeRow)) -> Result<Vec<DecodeRow>> {
+    let device: DeviceHandle = gpu.clone();
+    let mut rows = Vec::new();
+    for bench in &options.shapes {
+        let shape = LayerShape {
+            hidden: bench.hidden,
+            intermediate: bench.intermediate,
+            output: bench.hidden,
+            experts: bench.experts,
+            top_k: bench.top_k,
+        };
+        let mut layers = vec![random_layer(&device, shape, 1)?];
+        let per_expert = layers[0].bytes_per_expert();
+        for &tokens in &options.tokens {
+            let mut random = Random(options.seed + tokens as u64);
+            let batches =
+                (0..CALLS).map(|_| Batch::draw(&device, &shape, tokens, &mut random)).collect::<Result<Vec<_>>>()?;
+            let experts = batches.iter().map(|batch| batch.experts).sum::<usize>() as f32 / CALLS as f32;
+            let active = experts as f64 * per_expert as f64;
+            let sets = ((ROTATION as f64 / active).ceil() as usize + 1).clamp(2, CALLS);
+            while layers.len() < sets {
+                layers.push(random_layer(&device, shape, 1 + 4 * layers.len() as u32)?);
+            }
+            let out = Buffer::<u16>::new(&device, tokens * shape.output)?;
+            for &activation in &options.activations {
+                for &split in &options.splits {
+                    let arithmetic = LayerOptions { activation, order: Order::Seed { split }, limit: None };
+                    let layers =
+                        layers.iter().map(|layer| layer.with_options(arithmetic)).collect::<Result<Vec<_>>>()?;
+                    let own = choose_variant(&shape, tokens, device.properties());
+                    let variants = match options.fc2_warps.as_slice() {
+                        [] => vec![own],
+                        warps => warps.iter().map(|&fc2_warps| Variant { fc2_warps }).collect(),
+                    };
+                    for variant in variants {
+                        let plan = Plan::with_variant(&device, shape, arithmetic, tokens, variant)?;
+                        let workspace = Workspace::new(&device, &plan)?;
+                        let call = |stages: &[Stage]| {
+                            batches.iter().enumerate().try_for_each(|(i, batch)| {
+                                let (topk_ids, topk_weights) = (&batch.topk_ids, &batch.topk_weights);
+                                let inputs = Inputs { tokens, x: Hidden::Bf16(&batch.x), topk_ids, topk_weights };
+                                layers[i % sets].enqueue(&plan, &workspace, inputs, &out, stages)
+                            })
+                        };
+                        let microseconds = time(gpu, CALLS, || call(&Stage::ALL))?;
+                        let alone = |stage| time(gpu, CALLS, || call(&[stage]));
+                        let stages = match options.stages {
+                            true => Some(StageTimes {
+                                route_prep: alone(Stage::RoutePrep)?,
+                                fc1: alone(Stage::Fc1)?,
+                                fc2: alone(Stage::Fc2)?,
+                                combine: alone(Stage::Combine)?,
+                            }),
+                            false => None,
+                        };
+                        let row = DecodeRow {
+                            shape: bench.name,
+                            tokens,
+                            activation: if activation == Activation::Bf16 { "bf16" } else { "f16" },
+                            split: split.count(),
+                            fc2_warps: variant.fc2_warps.count(),
+                            default: arithmetic == LayerOptions::default() && variant == own,
+                            microseconds,
+                            experts,
+                            bytes: active,
+                            stages,
+                        };
+                        report(&row);
+                        rows.push(row);
+                    }
+                }
+            }
+        }
+    }
+    Ok(rows)
+}
+
+impl BenchShape {
+    /// Index of `tokens` in the recorded figures.
+    pub fn column(tokens: usize) -> Option<usize> {
+        TOKENS.iter().position(|&t| t == tokens)
+    }
+}

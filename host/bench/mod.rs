@@ -1,0 +1,11 @@
+//! Benchmarks on a GPU: decode layers against recorded figures of other implementations, and the memory's own speed.
+//!
+//! Protocol of the decode table: one CUDA graph holds several calls, each with its own hidden states, routing (uniform top-k
+//! without replacement) and weight set, so that at least 240 MB of other weights are read before a set comes back (four times an
+//! H200's L2). Events around replays of the graph; the median of several samples, divided by the calls.
+
+mod decode;
+mod recorded;
+
+pub use decode::{DecodeOptions, DecodeRow, ReadRow, StageTimes, decode, read_floor};
+pub use recorded::{BenchShape, Recorded, SHAPES, TOKENS};

@@ -1,0 +1,125 @@
+//! Figures of other implementations, measured on one H200 (driver 580.159, CUDA 13.0) with the protocol of this module: the times that
+//! a decode layer is compared with.
+
+/// Numbers of tokens in the tables.
+pub const TOKENS: [usize; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
+
+/// Recorded microseconds of a layer, for each of [`TOKENS`].
+#[derive(Clone, Copy, Debug)]
+pub struct Recorded {
+    /// Mean number of distinct experts that the routing chose.
+    pub experts: [f32; 8],
+    /// A read-only kernel over the same weight bytes.
+    pub read_floor: [f32; 8],
+    /// A CUDA C++ kernel with the order of sums that is here called seed, its best K split and warps.
+    pub cuda: [f32; 8],
+    /// The fastest implementation with 4-bit weights and 16-bit activations.
+    pub best: [f32; 8],
+    /// Its name.
+    pub best_name: [&'static str; 8],
+}
+
+/// A layer that people run.
+#[derive(Clone, Copy, Debug)]
+pub struct BenchShape {
+    /// Short name.
+    pub name: &'static str,
+    /// Hidden size K, which is the output width too.
+    pub hidden: usize,
+    /// Intermediate size I.
+    pub intermediate: usize,
+    /// Number of experts.
+    pub experts: usize,
+    /// Experts of a token.
+    pub top_k: usize,
+    /// What others reached.
+    pub recorded: Recorded,
+}
+
+/// All shapes of the decode table.
+pub const SHAPES: [BenchShape; 6] = [
+    BenchShape {
+        name: "qwen3_30b",
+        hidden: 2048,
+        intermediate: 768,
+        experts: 128,
+        top_k: 8,
+        recorded: Recorded {
+            experts: [8.0, 15.2, 28.8, 51.8, 85.5, 111.4, 126.0, 128.0],
+            read_floor: [6.3, 10.5, 18.3, 31.9, 51.6, 66.6, 75.0, 76.1],
+            cuda: [27.4, 38.0, 60.3, 93.5, 139.1, 181.5, 230.3, 340.8],
+            best: [27.4, 38.0, 54.7, 78.9, 114.3, 141.1, 157.2, 168.1],
+            best_name: ["CUDA seed", "CUDA seed", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin"],
+        },
+    },
+    BenchShape {
+        name: "glm45_air",
+        hidden: 4096,
+        intermediate: 1408,
+        experts: 128,
+        top_k: 8,
+        recorded: Recorded {
+            experts: [8.0, 15.2, 28.8, 51.8, 85.5, 111.4, 126.0, 128.0],
+            read_floor: [18.6, 33.9, 63.1, 112.2, 183.4, 238.3, 269.2, 273.4],
+            cuda: [64.3, 98.4, 163.7, 274.3, 434.2, 574.5, 700.6, 1019.2],
+            best: [55.4, 80.8, 130.2, 208.6, 327.3, 415.1, 478.9, 508.2],
+            best_name: ["Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin"],
+        },
+    },
+    BenchShape {
+        name: "k4096_i1024",
+        hidden: 4096,
+        intermediate: 1024,
+        experts: 128,
+        top_k: 8,
+        recorded: Recorded {
+            experts: [8.0, 15.1, 28.9, 51.7, 85.7, 111.5, 126.1, 128.0],
+            read_floor: [14.0, 25.2, 46.7, 81.8, 134.4, 174.1, 196.5, 199.5],
+            cuda: [45.4, 74.0, 123.4, 199.9, 318.6, 421.3, 524.9, 765.2],
+            best: [44.5, 65.5, 103.5, 160.8, 248.7, 315.9, 362.0, 384.2],
+            best_name: ["Humming", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin"],
+        },
+    },
+    BenchShape {
+        name: "qwen3_235b",
+        hidden: 4096,
+        intermediate: 1536,
+        experts: 128,
+        top_k: 8,
+        recorded: Recorded {
+            experts: [8.0, 15.2, 28.8, 51.8, 85.5, 111.4, 126.0, 128.0],
+            read_floor: [20.1, 36.7, 68.7, 122.2, 199.8, 259.7, 293.5, 298.1],
+            cuda: [66.7, 104.7, 176.7, 295.9, 468.5, 618.2, 751.6, 1077.1],
+            best: [55.8, 84.6, 138.7, 224.5, 352.9, 451.1, 520.2, 554.1],
+            best_name: ["Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin"],
+        },
+    },
+    BenchShape {
+        name: "dsv3_tp8",
+        hidden: 7168,
+        intermediate: 256,
+        experts: 256,
+        top_k: 8,
+        recorded: Recorded {
+            experts: [8.0, 15.8, 30.3, 56.6, 101.8, 162.9, 221.1, 252.5],
+            read_floor: [7.1, 12.4, 22.3, 39.8, 70.8, 112.2, 151.4, 172.5],
+            cuda: [37.0, 48.1, 72.8, 122.3, 214.5, 347.4, 523.4, 765.3],
+            best: [33.9, 48.1, 67.6, 101.3, 159.6, 240.6, 317.0, 367.1],
+            best_name: ["Humming", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin"],
+        },
+    },
+    BenchShape {
+        name: "dsv3_full",
+        hidden: 7168,
+        intermediate: 2048,
+        experts: 256,
+        top_k: 8,
+        recorded: Recorded {
+            experts: [8.0, 15.8, 30.3, 56.7, 102.6, 162.9, 222.7, 252.4],
+            read_floor: [45.3, 87.5, 165.9, 307.9, 555.4, 879.8, 1201.1, 1361.1],
+            cuda: [138.2, 240.8, 431.0, 776.2, 1374.9, 2219.5, 3079.0, 3679.8],
+            best: [97.7, 165.4, 294.1, 516.6, 922.5, 1479.3, 2067.0, 2316.7],
+            best_name: ["Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin"],
+        },
+    },
+];
