@@ -2,15 +2,15 @@
 
 mod common;
 
-use common::{any_emulator, assert_same, check, devices, difference, emulator, gpu, scale};
+use common::{any_emulator, assert_same, devices, difference, emulator, gpu, scale};
 use cuda_std::arch::ArchId;
 use megamoe::device::{Buffer, DeviceHandle};
 use megamoe::diff::{Case, DeviceCase, Family, Random, draw};
 use megamoe::layer::{Hidden, Inputs, Layer};
-use megamoe::plan::{Fc2Warps, Plan, Variant};
-use megamoe::reference::{LayerResult, Mode, Status, math};
+use megamoe::plan::{Fc2Warps, Variant};
+use megamoe::reference::{LayerResult, Mode, Status};
 use megamoe::workspace::Workspace;
-use megamoe::{Activation, LayerShape, Order, Split, XType};
+use megamoe::{Activation, LayerShape, Order, Split};
 
 const fn shape(hidden: usize, intermediate: usize, output: usize, experts: usize, top_k: usize) -> LayerShape {
     LayerShape { hidden, intermediate, output, experts, top_k }
@@ -217,11 +217,12 @@ fn a_workspace_is_used_again_and_again() {
                 x.upload(&case.x).unwrap();
                 topk_ids.upload(&case.topk_ids).unwrap();
                 topk_weights.upload(&case.topk_w).unwrap();
+                out.fill(0xFF).unwrap();
                 let inputs = Inputs { tokens, x: Hidden::Bf16(&x), topk_ids: &topk_ids, topk_weights: &topk_weights };
                 layer.forward(plan, &workspace, inputs, &out).unwrap();
                 let status = workspace.take_status().unwrap();
                 let got = LayerResult {
-                    out: if tokens == 0 { vec![] } else { out.download().unwrap()[..tokens * case.shape.output].to_vec() },
+                    out: out.download().unwrap()[..tokens * case.shape.output].to_vec(),
                     status: Status { bad_id: status.bad_expert_id, f16_range: status.f16_range },
                 };
                 assert_same(&format!("{name}, pass {pass}"), &case.shape, &case.run(Mode::Exact).unwrap(), &got);
@@ -335,7 +336,8 @@ fn planted_faults_are_caught() {
         }),
     ];
     for (i, (shape, tokens)) in SHAPES.into_iter().enumerate() {
-        let mut case = draw(Family::Random, shape, tokens, 500 + i as u64);
+        // A single output may be the same by chance.
+        let mut case = draw(Family::Random, shape, tokens.max(8), 500 + i as u64);
         // Where a single pair is skipped nothing else can show.
         case.topk_ids.iter_mut().for_each(|id| *id = (*id).max(0));
         let wanted = case.run(Mode::Exact).unwrap();
@@ -353,10 +355,11 @@ fn planted_faults_are_caught() {
     assert!(difference(&case.shape, &wanted, &got).is_some());
 }
 
-/// A sum in another order is another result: the comparisons see a wrong split, and a chain in plain f64.
+/// A sum in another order is another result: the comparisons see a wrong split, and a plain sum.
 #[test]
 fn another_order_of_sums_is_caught() {
-    let mut case = draw(Family::Random, shape(2880, 16, 40, 5, 2), 4, 3);
+    let mut case = draw(Family::Random, shape(2880, 64, 64, 2, 2), 8, 3);
+    case.options.activation = Activation::F16;
     let wanted = case.run(Mode::Exact).unwrap();
     assert!(difference(&case.shape, &wanted, &case.run(Mode::Fast).unwrap()).is_some());
     for split in [Split::S1, Split::S2, Split::S8] {
