@@ -302,7 +302,9 @@ fn activations_are_reordered_and_converted() {
 fn the_range_of_f16() {
     let device = emulator(cuda_std::arch::ArchId::Sm90, 1, 2);
     // bf16: 65280, 65536, +inf, NaN.
-    for (bits, status) in [(0x477F, 0), (0x4780, status::F16_RANGE), (0xC780, status::F16_RANGE), (0x7F80, 0), (0x7FC0, 0)] {
+    for (bits, status) in
+        [(0x477F, 0), (0x4780, status::F16_RANGE), (0xC780, status::F16_RANGE), (0x7F80, 0), (0x7FC0, 0)]
+    {
         let mut batch = Batch { to: Activation::F16, ..Batch::new(2, 1, 2, 4) };
         batch.ids.fill(0);
         batch.x.fill(0x3F80);

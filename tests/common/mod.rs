@@ -3,9 +3,9 @@
 #![allow(dead_code)]
 
 use cuda_std::arch::ArchId;
-use megamoe::device::{DeviceHandle, Emulator, EmulatorOptions, Gpu};
-use megamoe::diff::Case;
-use megamoe::reference::{LayerResult, Mode};
+use megamoe::device::{Buffer, DeviceHandle, Emulator, EmulatorOptions, Gpu};
+use megamoe::diff::{Case, Random};
+use megamoe::reference::{LayerResult, Mode, Route};
 use megamoe::{Error, LayerShape};
 use std::sync::{Arc, LazyLock};
 
@@ -106,4 +106,93 @@ pub fn argument_of(error: &Error) -> &'static str {
         Error::Argument { name, .. } | Error::BufferLength { name, .. } | Error::Experts { name, .. } => name,
         other => panic!("an error that names no argument: {other}"),
     }
+}
+
+/// A routing table on a device, made by hand.
+pub struct Table {
+    pub entry_count: Buffer<u32>,
+    pub entries: Buffer<u32>,
+    pub slot_pairs: Buffer<i32>,
+    pub slot_tokens: Buffer<u32>,
+    pub slot_scales: Buffer<f32>,
+}
+
+impl Table {
+    /// The entries of `route` in the order that `seed` gives: no kernel may depend on it.
+    pub fn new(device: &DeviceHandle, case: &Case, route: &Route, seed: u64) -> Self {
+        let mut order = route.entries().to_vec();
+        let mut random = Random(seed);
+        for i in (1..order.len()).rev() {
+            order.swap(i, random.next() as usize % (i + 1));
+        }
+        let (mut entries, mut slot_pairs, mut slot_tokens, mut slot_scales) = (vec![], vec![], vec![], vec![]);
+        for entry in &order {
+            let expert = entry.expert as usize;
+            let count = entry.pairs.iter().filter(|&&pair| pair >= 0).count() as u32;
+            let [up, gate] = case.alpha1[expert].map(f32::to_bits);
+            entries.extend([expert as u32, count, up, gate]);
+            for pair in entry.pairs {
+                slot_pairs.push(pair);
+                slot_tokens.push(if pair < 0 { 0 } else { pair as u32 / case.shape.top_k as u32 });
+                slot_scales.push(if pair < 0 { 0.0 } else { case.alpha2[expert] * case.topk_w[pair as usize] });
+            }
+        }
+        Table {
+            entry_count: Buffer::from_slice(device, &[order.len() as u32]).unwrap(),
+            entries: Buffer::from_slice(device, &entries).unwrap(),
+            slot_pairs: Buffer::from_slice(device, &slot_pairs).unwrap(),
+            slot_tokens: Buffer::from_slice(device, &slot_tokens).unwrap(),
+            slot_scales: Buffer::from_slice(device, &slot_scales).unwrap(),
+        }
+    }
+}
+
+/// Rows of `width` elements in the order of the tensor cores: of each four the middle ones change places, zeros up to a multiple of
+/// 128.
+pub fn in_tensor_order(rows: &[u16], width: usize) -> Vec<u16> {
+    let stride = width.next_multiple_of(128);
+    let mut out = vec![0; rows.len() / width * stride];
+    for (i, &bits) in rows.iter().enumerate() {
+        out[i / width * stride + exchanged(i % width)] = bits;
+    }
+    out
+}
+
+/// The inverse: rows of `width` elements from rows in the order of the tensor cores.
+pub fn from_tensor_order(rows: &[u16], width: usize) -> Vec<u16> {
+    let stride = width.next_multiple_of(128);
+    rows.chunks(stride).flat_map(|row| (0..width).map(|k| row[exchanged(k)])).collect()
+}
+
+fn exchanged(k: usize) -> usize {
+    match k % 4 {
+        1 => k + 1,
+        2 => k - 1,
+        _ => k,
+    }
+}
+
+/// Makes the sums of w13 cancel: the second half of every row repeats the first, and the second half of x is the negative of the
+/// first. What is left comes from the order in which terms are added and cut off alone. Needs a hidden size that is a multiple of 32.
+pub fn cancel_w13(case: &mut Case) {
+    let LayerShape { hidden, intermediate, experts, .. } = case.shape;
+    let half = hidden / 2;
+    for row in case.w13.chunks_mut(hidden / 2) {
+        row.copy_within(..half / 2, half / 2);
+    }
+    let mut random = Random(half as u64);
+    for (expert, row) in (0..experts).flat_map(|expert| (0..2 * intermediate).map(move |row| (expert, row))) {
+        for block in 0..half / 16 {
+            let byte = 0x10 + (random.next() % 0x40) as u8;
+            case.set_s13(expert, row, block, byte);
+            case.set_s13(expert, row, block + half / 16, byte);
+        }
+    }
+    for row in case.x.chunks_mut(hidden) {
+        for k in 0..half {
+            row[k + half] = row[k] ^ 0x8000;
+        }
+    }
+    // The rest is about 2^-24 of the terms.
+    case.alpha1.fill([2f32.powi(20), 2f32.powi(20)]);
 }
