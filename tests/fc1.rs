@@ -35,7 +35,7 @@ fn run(case: &Case, route: &Route, device: &DeviceHandle, blocks: u32, seed: u64
     let x = Buffer::from_slice(device, &in_tensor_order(&x, hidden)).unwrap();
     let w13 = Buffer::from_slice(device, &case.w13).unwrap();
     let s13 = Buffer::from_slice(device, &case.s13).unwrap();
-    let stride = intermediate.next_multiple_of(128);
+    let stride = intermediate.next_multiple_of(256);
     let h = Buffer::from_slice(device, &vec![UNTOUCHED; route.pairs() * stride]).unwrap();
     let status = Buffer::from_slice(device, &[0u32]).unwrap();
     let kernel = kernel(activation, split);
@@ -44,8 +44,7 @@ fn run(case: &Case, route: &Route, device: &DeviceHandle, blocks: u32, seed: u64
     let args = family::Args {
         entry_count: table.entry_count.as_ref(),
         entries: table.entries.as_ref(),
-        slot_pairs: table.slot_pairs.as_ref(),
-        slot_tokens: table.slot_tokens.as_ref(),
+        slots: table.slots.as_ref(),
         x: x.as_ref(),
         w13: w13.as_ref(),
         s13: s13.as_ref(),

@@ -33,12 +33,10 @@ struct Batch {
 /// What it makes. Rows and slots that nobody may read are left out.
 #[derive(Clone, Debug, PartialEq)]
 struct Table {
-    /// Expert, pairs, bits of alpha of up and of gate, by entry.
-    entries: Vec<[u32; 4]>,
-    slot_pairs: Vec<i32>,
-    slot_tokens: Vec<u32>,
-    /// Bits.
-    slot_scales: Vec<u32>,
+    /// Expert, pairs, bits of alpha of up, of gate and of w2, by entry.
+    entries: Vec<[u32; 8]>,
+    /// Pair, token, bits of the weight, pair to read.
+    slots: Vec<[u32; 4]>,
     x: Vec<u16>,
     status: u32,
 }
@@ -68,9 +66,7 @@ impl Batch {
     fn expected(&self) -> Table {
         let mut table = Table {
             entries: vec![],
-            slot_pairs: vec![],
-            slot_tokens: vec![],
-            slot_scales: vec![],
+            slots: vec![],
             x: vec![],
             status: 0,
         };
@@ -85,17 +81,22 @@ impl Batch {
         for (expert, pairs) in pairs_of.iter().enumerate() {
             for entry in pairs.chunks(8) {
                 let [up, gate] = [0, 1].map(|half| self.alpha1[2 * expert + half].to_bits());
-                table.entries.push([expert as u32, entry.len() as u32, up, gate]);
+                let down = self.alpha2[expert].to_bits();
+                table.entries.push([expert as u32, entry.len() as u32, up, gate, down, 0, 0, 0]);
                 for slot in 0..8 {
-                    let pair = entry.get(slot).copied();
-                    table.slot_pairs.push(pair.map_or(-1, |pair| pair as i32));
-                    table.slot_tokens.push(pair.map_or(0, |pair| (pair / self.top_k) as u32));
-                    table.slot_scales.push(pair.map_or(0.0, |pair| self.alpha2[expert] * self.weights[pair]).to_bits());
+                    // A slot without a pair names the expert's last one, which may be read in its place.
+                    let last = entry[entry.len() - 1];
+                    table.slots.push(match entry.get(slot) {
+                        Some(&pair) => {
+                            [pair as u32, (pair / self.top_k) as u32, self.weights[pair].to_bits(), pair as u32]
+                        }
+                        None => [u32::MAX, (last / self.top_k) as u32, 0, last as u32],
+                    });
                 }
             }
         }
-        // Of each four elements the middle ones change places; a row is filled with zeros up to a multiple of 128.
-        let stride = self.hidden.next_multiple_of(128);
+        // Of each four elements the middle ones change places; a row is filled with zeros up to a multiple of 256.
+        let stride = self.hidden.next_multiple_of(256);
         table.x = vec![0; self.tokens * stride];
         for (i, &bits) in self.x.iter().enumerate() {
             let (token, k) = (i / self.hidden, i % self.hidden);
@@ -105,7 +106,9 @@ impl Batch {
                 _ => k,
             };
             table.x[token * stride + moved] = self.converted(bits);
-            if self.leaves_range(bits) {
+            let ids = &self.ids[token * self.top_k..(token + 1) * self.top_k];
+            let live = ids.iter().any(|&id| (0..self.experts as i32).contains(&id));
+            if live && self.leaves_range(bits) {
                 table.status |= status::F16_RANGE;
             }
         }
@@ -134,17 +137,15 @@ impl Batch {
         };
         let pairs = self.tokens * self.top_k;
         let most = max_entries(pairs, self.experts);
-        let x_stride = self.hidden.next_multiple_of(128);
-        let h_stride = self.intermediate.next_multiple_of(128);
+        let x_stride = self.hidden.next_multiple_of(256);
+        let h_stride = self.intermediate.next_multiple_of(256);
         let poisoned = |words: usize| -> Result<Buffer<u32>, Error> {
             let buffer = Buffer::new(device, words)?;
             buffer.fill(0xA5)?;
             Ok(buffer)
         };
-        let (entry_count, entries) = (poisoned(1)?, poisoned(4 * most)?);
-        let slot_pairs = Buffer::from_slice(device, &vec![0x5A5A_5A5A_i32; 8 * most])?;
-        let slot_tokens = poisoned(8 * most)?;
-        let slot_scales = Buffer::from_slice(device, &vec![f32::NAN; 8 * most])?;
+        let (entry_count, entries) = (poisoned(1)?, poisoned(8 * most)?);
+        let slots = poisoned(32 * most)?;
         let x_permuted = Buffer::from_slice(device, &vec![0xA5A5_u16; self.tokens * x_stride])?;
         let h = Buffer::from_slice(device, &vec![0xA5A5_u16; pairs * h_stride])?;
         let status = Buffer::from_slice(device, &[0u32])?;
@@ -167,9 +168,7 @@ impl Batch {
                 x: x.as_ref(),
                 entry_count: entry_count.as_mut(),
                 entries: entries.as_mut(),
-                slot_pairs: slot_pairs.as_mut(),
-                slot_tokens: slot_tokens.as_mut(),
-                slot_scales: slot_scales.as_mut(),
+                slots: slots.as_mut(),
                 x_permuted: x_permuted.as_mut(),
                 h: h.as_mut(),
                 status: status.as_mut(),
@@ -189,13 +188,11 @@ impl Batch {
         let count = entry_count.download()?[0] as usize;
         assert!(count <= most, "{count} entries where {most} fit");
         // Behind the last entry nothing is written.
-        assert!(entries.download()?[4 * count..].iter().all(|&word| word == 0xA5A5_A5A5));
-        assert!(slot_pairs.download()?[8 * count..].iter().all(|&pair| pair == 0x5A5A_5A5A));
+        assert!(entries.download()?[8 * count..].iter().all(|&word| word == 0xA5A5_A5A5));
+        assert!(slots.download()?[32 * count..].iter().all(|&word| word == 0xA5A5_A5A5));
         Ok(Table {
-            entries: entries.download()?[..4 * count].as_chunks().0.to_vec(),
-            slot_pairs: slot_pairs.download()?[..8 * count].to_vec(),
-            slot_tokens: slot_tokens.download()?[..8 * count].to_vec(),
-            slot_scales: slot_scales.download()?[..8 * count].iter().map(|scale| scale.to_bits()).collect(),
+            entries: entries.download()?[..8 * count].as_chunks().0.to_vec(),
+            slots: slots.download()?[..32 * count].as_chunks().0.to_vec(),
             x: x_permuted.download()?,
             status: status.download()?[0],
         })
@@ -348,9 +345,8 @@ fn planted_faults_are_caught() {
 #[test]
 fn a_missing_buffer_is_reported() {
     let device = emulator(cuda_std::arch::ArchId::Sm90, 1, 2);
-    let word = Buffer::from_slice(&device, &[0u32; 16]).unwrap();
-    let (pairs, scales) = (Buffer::new(&device, 8).unwrap(), Buffer::new(&device, 8).unwrap());
-    let (x, h) = (Buffer::new(&device, 128).unwrap(), Buffer::new(&device, 128).unwrap());
+    let word = Buffer::from_slice(&device, &[0u32; 32]).unwrap();
+    let (x, h) = (Buffer::new(&device, 256).unwrap(), Buffer::new(&device, 256).unwrap());
     let result = launch(
         &*device,
         family::route_prep_bf16_bf16,
@@ -363,9 +359,7 @@ fn a_missing_buffer_is_reported() {
             x: DeviceRef::null(),
             entry_count: word.as_mut(),
             entries: word.as_mut(),
-            slot_pairs: pairs.as_mut(),
-            slot_tokens: word.as_mut(),
-            slot_scales: scales.as_mut(),
+            slots: word.as_mut(),
             x_permuted: x.as_mut(),
             h: h.as_mut(),
             status: word.as_mut(),
