@@ -64,12 +64,7 @@ impl Batch {
 
     /// The table by definition: an expert's pairs in ascending order, cut into entries of eight.
     fn expected(&self) -> Table {
-        let mut table = Table {
-            entries: vec![],
-            slots: vec![],
-            x: vec![],
-            status: 0,
-        };
+        let mut table = Table { entries: vec![], slots: vec![], x: vec![], status: 0 };
         let mut pairs_of = vec![vec![]; self.experts];
         for (pair, &id) in self.ids.iter().enumerate() {
             if id >= self.experts as i32 {
