@@ -3,8 +3,9 @@
 use std::ops::Range;
 
 use megamoe::Activation;
-use megamoe::reference::mma::{LANES, Operand, Row, Tile, chain_exact, mma, mma16};
+use megamoe::reference::mma::{LANES, Operand, Row, Tile, chain_exact, chain_plain, mma, mma16};
 use proptest::prelude::*;
+use proptest::strategy::ValueTree;
 
 const K16: &str = include_str!("../testdata/golden/hmma_m16n8k16_h200.tsv");
 const K8_BF16: &str = include_str!("../testdata/golden/mma_m16n8k8_bf16_h200.tsv");
@@ -126,6 +127,8 @@ enum Addend {
     Subnormal,
     Moderate,
     MinusFirstLane,
+    /// Just below a power of two, of any size: the hardest to truncate.
+    AllOnes,
 }
 
 /// A reproducible stream of words (splitmix64).
@@ -175,41 +178,63 @@ impl Stream {
             Addend::Zero => (self.next() as u32) & 0x8000_0000,
             Addend::NearMax => (self.next() as u32 & 0x8000_00ff) | 0x7f7f_ff00,
             Addend::Subnormal => self.next() as u32 & 0x80ff_ffff,
+            Addend::AllOnes => {
+                let exponent = 80 + self.next() as u32 % 80;
+                (self.next() as u32 & 0x8000_0000) | exponent << 23 | (0x7f_ffff - (self.next() as u32 % 4))
+            }
             Addend::Moderate | Addend::MinusFirstLane => (self.unit() * 50.0).to_bits(),
         }
     }
 }
 
-/// Fast and integer form over a chain of steps, all lanes; gives the final accumulators.
-fn compare(
+/// One comparison of a chained form with the integers.
+#[derive(Clone, Copy, Debug)]
+struct Comparison {
     format: Activation,
-    a_family: Family,
-    b_family: Family,
+    a: Family,
+    b: Family,
     addend: Addend,
-    steps: Range<usize>,
+    first: usize,
+    count: usize,
     seed: u64,
-) -> Result<(), TestCaseError> {
-    let mut stream = Stream(seed);
-    let len = steps.end * 16;
-    let a: Vec<[u16; LANES]> = (0..len).map(|k| std::array::from_fn(|_| stream.operand(format, a_family, k))).collect();
-    let b: Vec<u16> = (0..len).map(|k| stream.operand(format, b_family, k)).collect();
-    let mut acc: [f32; LANES] = std::array::from_fn(|_| f32::from_bits(stream.addend(addend)));
-    let expected = |lane: usize, from: f32| {
-        steps.clone().fold(from.to_bits(), |c, step| {
-            let a: [u16; 16] = std::array::from_fn(|k| a[step * 16 + k][lane]);
-            let b: [u16; 16] = std::array::from_fn(|k| b[step * 16 + k]);
-            mma16(format, &a, &b, c)
-        })
-    };
-    if let Addend::MinusFirstLane = addend {
-        acc = [-f32::from_bits(expected(0, 0.0)); LANES];
+}
+
+impl Comparison {
+    /// The accumulators of all lanes after the chain: by the integers, and by `form`.
+    fn run(self, form: impl Fn(&Tile, &Row, Range<usize>, &mut [f32; LANES])) -> ([u32; LANES], [u32; LANES]) {
+        let Comparison { format, addend, first, count, .. } = self;
+        let mut stream = Stream(self.seed);
+        let steps = first..first + count;
+        let len = steps.end * 16;
+        let a: Vec<[u16; LANES]> =
+            (0..len).map(|k| std::array::from_fn(|_| stream.operand(format, self.a, k))).collect();
+        let b: Vec<u16> = (0..len).map(|k| stream.operand(format, self.b, k)).collect();
+        let mut acc: [f32; LANES] = std::array::from_fn(|_| f32::from_bits(stream.addend(addend)));
+        let expected = |lane: usize, from: f32| {
+            steps.clone().fold(from.to_bits(), |c, step| {
+                let a: [u16; 16] = std::array::from_fn(|k| a[step * 16 + k][lane]);
+                let b: [u16; 16] = std::array::from_fn(|k| b[step * 16 + k]);
+                mma16(format, &a, &b, c)
+            })
+        };
+        if let Addend::MinusFirstLane = addend {
+            acc = [-f32::from_bits(expected(0, 0.0)); LANES];
+        }
+        let wanted: [u32; LANES] = std::array::from_fn(|lane| expected(lane, acc[lane]));
+        let tile = Tile::new(format, steps.end, |lane, k| Operand::decode(format, a[k][lane]));
+        let row = Row::new(steps.end, |k| Operand::decode(format, b[k]));
+        form(&tile, &row, steps, &mut acc);
+        (wanted, acc.map(f32::to_bits))
     }
-    let wanted: [u32; LANES] = std::array::from_fn(|lane| expected(lane, acc[lane]));
-    let tile = Tile::new(format, steps.end, |lane, k| Operand::decode(format, a[k][lane]));
-    let row = Row::new(steps.end, |k| Operand::decode(format, b[k]));
-    chain_exact(&tile, &row, steps, &mut acc);
-    prop_assert_eq!(acc.map(f32::to_bits), wanted);
-    Ok(())
+}
+
+fn comparison() -> impl Strategy<Value = Comparison> {
+    (any::<bool>(), family(), family(), addend(), 0usize..3, 0usize..3, any::<u64>()).prop_map(
+        |(f16, a, b, addend, first, count, seed)| {
+            let format = if f16 { Activation::F16 } else { Activation::Bf16 };
+            Comparison { format, a, b, addend, first, count, seed }
+        },
+    )
 }
 
 fn family() -> impl Strategy<Value = Family> {
@@ -219,24 +244,52 @@ fn family() -> impl Strategy<Value = Family> {
 
 fn addend() -> impl Strategy<Value = Addend> {
     use Addend::*;
-    prop::sample::select(vec![AnyBits, Zero, NearMax, Subnormal, Moderate, MinusFirstLane])
+    prop::sample::select(vec![AnyBits, Zero, NearMax, Subnormal, Moderate, MinusFirstLane, AllOnes])
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60_000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn fast_form_equals_integers(
-        f16 in any::<bool>(),
-        a in family(),
-        b in family(),
-        c in addend(),
-        first in 0usize..3,
-        count in 0usize..3,
-        seed in any::<u64>(),
-    ) {
-        let format = if f16 { Activation::F16 } else { Activation::Bf16 };
-        compare(format, a, b, c, first..first + count, seed)?;
+    fn fast_form_equals_integers(comparison in comparison()) {
+        let (wanted, got) = comparison.run(chain_exact);
+        prop_assert_eq!(got, wanted);
+    }
+}
+
+/// Forms that are wrong in one respect must be caught by the very same comparisons.
+#[test]
+fn the_comparison_catches_wrong_forms() {
+    type Form = fn(&Tile, &Row, Range<usize>, &mut [f32; LANES]);
+    let forms: [(&str, Form); 4] = [
+        ("rounded to nearest from f64", |tile, row, steps, acc| {
+            let sums = chain_plain(tile, row, steps);
+            *acc = std::array::from_fn(|lane| (sums[lane] + f64::from(acc[lane])) as f32);
+        }),
+        ("subnormal results flushed", |tile, row, steps, acc| {
+            chain_exact(tile, row, steps, acc);
+            *acc = acc.map(|c| if c.is_subnormal() { 0.0 } else { c });
+        }),
+        ("zeros keep c's sign", |tile, row, steps, acc| {
+            let before = *acc;
+            chain_exact(tile, row, steps, acc);
+            *acc =
+                std::array::from_fn(|lane| if acc[lane] == 0.0 { acc[lane].copysign(before[lane]) } else { acc[lane] });
+        }),
+        ("overflow saturates", |tile, row, steps, acc| {
+            let finite = acc.iter().all(|c| c.is_finite());
+            chain_exact(tile, row, steps, acc);
+            *acc = acc.map(|c| if finite && c == f32::INFINITY { f32::MAX } else { c });
+        }),
+    ];
+    let mut runner = proptest::test_runner::TestRunner::deterministic();
+    let comparisons = (0..4000).map(|_| comparison().new_tree(&mut runner).unwrap().current()).collect::<Vec<_>>();
+    for (name, form) in forms {
+        let caught = comparisons.iter().filter(|comparison| {
+            let (wanted, got) = comparison.run(form);
+            got != wanted
+        });
+        assert!(caught.count() > 10, "{name}");
     }
 }
 

@@ -670,6 +670,21 @@ fn one_sum_stays_within_its_bound() {
     }
 }
 
+/// The worst case nearly happens: 1, then 527 products just below the grid that 1 imposes, each truncated to nothing.
+#[test]
+fn the_bound_of_one_sum_is_nearly_reached() {
+    let shape = LayerShape { hidden: 16, intermediate: 528, output: 1, experts: 1, top_k: 1 };
+    let mut probe = Probe::blank(shape, 1);
+    (0..528).for_each(|k| probe.set_w2(0, 0, k, 2));
+    let tiny = math::from_f32(Activation::Bf16, 1.99 * 2f32.powi(-26));
+    let mut h = [tiny; 528];
+    h[0] = 0x3f80;
+    let route = route_prep(&[0], 1, 1).unwrap();
+    let run = |mode| f64::from(fc2(&probe.view(), &probe.options, &h, &[1.0], &route, mode).unwrap()[0]);
+    let (difference, bound) = (run(Mode::Fast) - run(Mode::Exact), sum_bound(528, 1, run(Mode::Fast)));
+    assert!(0.6 * bound < difference && difference <= bound, "{difference:e} {bound:e}");
+}
+
 /// Largest error of `candidate` against f64, in ulp of the f32 result, over every `stride`-th f32 of |x| <= 110.
 fn largest_exp_error(candidate: impl Fn(f32) -> f32 + Sync, stride: usize) -> f64 {
     let last = 110f32.to_bits();
@@ -694,6 +709,20 @@ fn exp_is_within_one_ulp() {
     assert!(largest > 0.9, "{largest}");
     // What most would write first, exp2 of a rounded product, is caught.
     assert!(largest_exp_error(|x| (x * std::f32::consts::LOG2_E).exp2(), 20_011) > 10.0);
+}
+
+/// The bits themselves, pinned by a separate implementation with a rounding written after each operation: FNV-1a over the
+/// result words of the multiples of 1/2048 from -110 to 110.
+#[test]
+fn exp_has_the_specified_bits() {
+    for (x, bits) in [(1.0, 0x402d_f854), (-1.0, 0x3ebc_5ab2), (88.5, 0x7f4c_dcc4), (-87.5, 0x6c_b2bc), (-100.0, 0x1b)]
+    {
+        assert_eq!(math::exp(x).to_bits(), bits, "exp({x})");
+    }
+    let hash = (-110 * 2048..=110 * 2048)
+        .map(|i| u64::from(math::exp(i as f32 / 2048.0).to_bits()))
+        .fold(0xcbf2_9ce4_8422_2325u64, |hash, word| (hash ^ word).wrapping_mul(0x100_0000_01b3));
+    assert_eq!(hash, 0xaed7_dd48_97c3_6da6);
 }
 
 #[test]

@@ -242,6 +242,14 @@ impl Builder {
     }
 }
 
+/// The target folder's root, so that every profile of the outer build shares the result: `OUT_DIR` lies in
+/// `<root>/<profile>/build/`. Its mark is not always there, and without either the result is not shared.
+fn shared_target_dir(out_dir: &Path) -> &Path {
+    let marked = out_dir.ancestors().find(|dir| dir.join("CACHEDIR.TAG").is_file());
+    let above_build = || out_dir.ancestors().find(|dir| dir.ends_with("build"))?.parent()?.parent();
+    marked.or_else(above_build).unwrap_or(out_dir)
+}
+
 /// Hashes names and contents of everything under `path`, in a fixed order, build products and hidden files left out.
 fn hash_tree(path: &Path, hasher: &mut DefaultHasher) -> Result<(), BuildError> {
     let metadata = std::fs::metadata(path).map_err(io_error(path))?;
@@ -312,8 +320,7 @@ pub fn embed(crate_dir: &Path, sources: &[PathBuf], archs: &[Arch]) -> Result<()
     }
     println!("cargo::rerun-if-env-changed={}", toolchain::OVERRIDE);
     let toolchain = Toolchain::find()?;
-    // Under the target folder's root, so that every profile of the outer build shares the result.
-    let target_dir = out_dir.ancestors().find(|dir| dir.join("CACHEDIR.TAG").is_file()).unwrap_or(&out_dir).join("ptx");
+    let target_dir = shared_target_dir(&out_dir).join("ptx");
 
     let jobs = std::thread::available_parallelism().map_or(1, usize::from).min(archs.len());
     let (next, results) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
@@ -393,6 +400,13 @@ mod tests {
         assert_ne!(changed, hash());
         std::fs::remove_dir_all(&dir).unwrap();
         assert!(Builder::new(&dir).hash_sources().is_err());
+    }
+
+    #[test]
+    fn profiles_share_one_folder() {
+        let out = Path::new("/nonexistent/target/debug/build/megamoe-0/out");
+        assert_eq!(shared_target_dir(out), Path::new("/nonexistent/target"));
+        assert_eq!(shared_target_dir(Path::new("/nonexistent/out")), Path::new("/nonexistent/out"));
     }
 
     #[test]

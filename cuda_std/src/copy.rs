@@ -10,6 +10,7 @@ use crate::shared::Shared;
 #[inline(always)]
 #[track_caller]
 pub fn async16<D: Element, S: Element>(to: Shared<D>, to_index: u32, from: In<S>, from_index: usize) {
+    to.check_bytes(to_index, 16);
     imp::cp_async16(to.byte(to_index), from.0, from_index, 16)
 }
 
@@ -17,6 +18,7 @@ pub fn async16<D: Element, S: Element>(to: Shared<D>, to_index: u32, from: In<S>
 #[inline(always)]
 #[track_caller]
 pub fn async16_zfill<D: Element, S: Element>(to: Shared<D>, to_index: u32, from: In<S>, from_index: usize, bytes: u32) {
+    to.check_bytes(to_index, 16);
     imp::cp_async16(to.byte(to_index), from.0, from_index, bytes)
 }
 
@@ -25,6 +27,7 @@ pub fn async16_zfill<D: Element, S: Element>(to: Shared<D>, to_index: u32, from:
 #[inline(always)]
 #[track_caller]
 pub fn async8_zfill<D: Element, S: Element>(to: Shared<D>, to_index: u32, from: In<S>, from_index: usize, bytes: u32) {
+    to.check_bytes(to_index, 8);
     imp::cp_async8(to.byte(to_index), from.0, from_index, bytes)
 }
 
@@ -32,6 +35,7 @@ pub fn async8_zfill<D: Element, S: Element>(to: Shared<D>, to_index: u32, from: 
 #[inline(always)]
 #[track_caller]
 pub fn async4_zfill<D: Element, S: Element>(to: Shared<D>, to_index: u32, from: In<S>, from_index: usize, bytes: u32) {
+    to.check_bytes(to_index, 4);
     imp::cp_async4(to.byte(to_index), from.0, from_index, bytes)
 }
 

@@ -321,15 +321,16 @@ macro_rules! kernels {
 
         /// One kernel of the family.
         #[cfg(not(target_arch = "nvptx64"))]
-        pub const $name: $crate::kernel::Kernel<Family> = $crate::kernel::Kernel {
-            name: stringify!($name),
-            threads: $threads,
-            min_blocks: $min_blocks,
-            emulate: |launch, packed| {
+        pub const $name: $crate::kernel::Kernel<Family> = {
+            // A function, not a closure: it is compiled here and not again in every crate that names the kernel.
+            #[inline(never)]
+            fn emulate(
+                launch: &$crate::emu::Launch<'_>,
+                packed: &[$crate::kernel::Packed],
+            ) -> Result<(), $crate::emu::Fault> {
                 let mut next = packed.iter().copied();
                 $(let $arg = <$ty as $crate::kernel::Param>::unpack(
-                    next.next().expect("as many as declared"), launch)
-                    .map_err(|fault| fault.of_kernel(stringify!($name)))?;)+
+                    next.next().expect("as many as declared"), launch)?;)+
                 match launch.arch {
                     $crate::arch::ArchId::Sm80 => {
                         #[allow(dead_code)]
@@ -347,8 +348,14 @@ macro_rules! kernels {
                         $crate::emu::run(launch, packed, stringify!($name), &move || ($body)($($arg),+))
                     }
                 }
-            },
-            family: core::marker::PhantomData,
+            }
+            $crate::kernel::Kernel {
+                name: stringify!($name),
+                threads: $threads,
+                min_blocks: $min_blocks,
+                emulate,
+                family: core::marker::PhantomData,
+            }
         };
     };
 }

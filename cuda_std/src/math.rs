@@ -23,6 +23,8 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
 /// e^x within 0.991 ulp: the argument is reduced by a two-part ln 2 and a degree-7 polynomial taken by Horner's rule
 /// (coefficients as in Cephes' `expf`). NaN gives NaN; above 88.72284 the result is infinite, below -104 zero.
 #[inline(always)]
+// The constants as they are published: rounding them to f32 is the compiler's part.
+#[allow(clippy::excessive_precision, clippy::approx_constant)]
 pub fn exp(x: f32) -> f32 {
     if x.is_nan() {
         return f32::from_bits(0x7FFF_FFFF);

@@ -45,6 +45,13 @@ impl<T: Element> Shared<T> {
         imp::check_view(index, elements, self.len)
     }
 
+    /// Checks that the view holds `bytes` bytes from element `index` on.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) fn check_bytes(self, index: u32, bytes: u32) {
+        self.check(index, bytes.div_ceil(size_of::<T>() as u32))
+    }
+
     /// Element `index` (`ld.shared`).
     #[inline(always)]
     #[track_caller]

@@ -1,5 +1,6 @@
 //! `mma` against results that were measured on an H200, through real launches.
 #![cfg(not(target_arch = "nvptx64"))]
+#![allow(missing_docs)]
 
 use cuda_std::arch::ArchId;
 use cuda_std::emu::{Device, Launch};
@@ -38,7 +39,7 @@ fn chain<T: MmaType>(steps: u32, d: Out<f32>) {
     let a = [0x3C01_3F80 + lane(), 0x3F80_BC00, 0x4000_3E80 ^ lane(), 0x3F80_3F81];
     for step in 0..steps {
         converge();
-        c = m16n8k16::<T>(a, [0x3F80_3F80 ^ step % 7, 0x3E00_BE00], c);
+        c = m16n8k16::<T>(a, [0x3F80_3F80 ^ (step % 7), 0x3E00_BE00], c);
     }
     d.store((warp() * 32 + lane()) as usize, c[0] + c[1] + c[2] + c[3]);
 }
@@ -84,9 +85,149 @@ fn every_measured_case() {
         launch(&device, kernel, args, cases as u64);
         let got = d.download::<f32>().expect("every element is written")[row * 8 + column].to_bits();
         assert_eq!(got, expected, "{line}: {got:08x}");
+        let (mantissa, bias) = if fields[0] == "bf16" { (7, 127) } else { (10, 15) };
+        assert_eq!(model(mantissa, bias, &halves(fields[2]), &halves(fields[3]), bits(fields[4])), expected, "{line}");
         cases += 1;
     }
     assert_eq!(cases, 197);
+}
+
+/// One output by integers alone: 17 terms on the grid 2^(emax - 25), cut toward zero.
+fn model(mantissa: i32, bias: i32, a: &[u16], b: &[u16], c: u32) -> u32 {
+    let special = (1 << (15 - mantissa)) - 1;
+    let parts = |x: u16| {
+        let (field, fraction) = (i32::from(x >> mantissa) & special, i128::from(x & ((1 << mantissa) - 1)));
+        let significand = fraction | i128::from(field != 0) << mantissa;
+        (x >> 15 != 0, field, field.max(1) - bias, significand, fraction)
+    };
+    // Exponent, value in units of 2^(exponent - places), places.
+    let mut terms: Vec<(i32, i128, i32)> = Vec::new();
+    let (mut nan, mut infinite) = (false, [false; 2]);
+    let (field, fraction) = ((c >> 23 & 0xFF) as i32, i128::from(c & 0x7F_FFFF));
+    let sign = |negative: bool, value: i128| if negative { -value } else { value };
+    if field == 255 {
+        nan |= fraction != 0;
+        infinite[(c >> 31) as usize] |= fraction == 0;
+    } else {
+        let significand = fraction | i128::from(field != 0) << 23;
+        terms.push((field.max(1) - 127, sign(c >> 31 != 0, significand), 23));
+    }
+    for (&x, &y) in a.iter().zip(b) {
+        let (x_negative, x_field, x_exponent, x, x_fraction) = parts(x);
+        let (y_negative, y_field, y_exponent, y, y_fraction) = parts(y);
+        let negative = x_negative != y_negative;
+        if x_field == special || y_field == special {
+            let x_nan = x_field == special && x_fraction != 0;
+            let y_nan = y_field == special && y_fraction != 0;
+            nan |= x_nan || y_nan || (x_field != special && x == 0) || (y_field != special && y == 0);
+            infinite[usize::from(negative)] |= !nan;
+        } else {
+            terms.push((x_exponent + y_exponent, sign(negative, x * y), 2 * mantissa));
+        }
+    }
+    if nan || infinite == [true; 2] {
+        return 0x7FFF_FFFF;
+    }
+    if infinite != [false; 2] {
+        return if infinite[1] { 0xFF80_0000 } else { 0x7F80_0000 };
+    }
+    terms.retain(|term| term.1 != 0);
+    let Some(emax) = terms.iter().map(|term| term.0).max() else { return 0 };
+    let grid = emax - 25;
+    let shift = |value: i128, by: i32| match by {
+        0.. => value << by.min(100),
+        // Division cuts toward zero.
+        _ => value / (1 << (-by).min(120)),
+    };
+    let sum: i128 = terms.iter().map(|&(exponent, value, places)| shift(value, exponent - places - grid)).sum();
+    let magnitude = sum.unsigned_abs() as i128;
+    if magnitude == 0 {
+        return 0;
+    }
+    let leading = magnitude.ilog2() as i32 + grid;
+    let last = leading.max(-126) - 23;
+    let kept = shift(magnitude, grid - last) as u32;
+    let bits = if leading > 127 {
+        0x7F80_0000
+    } else if kept < 1 << 23 {
+        kept
+    } else {
+        ((leading + 127) as u32) << 23 | (kept & 0x7F_FFFF)
+    };
+    if bits == 0 { 0 } else { bits | u32::from(sum < 0) << 31 }
+}
+
+/// Operands and C of several characters, all drawn from `next`.
+fn draw(family: u32, mantissa: i32, next: &mut impl FnMut() -> u32) -> (Vec<u16>, Vec<u16>, Vec<u32>) {
+    let bias = (1 << (14 - mantissa)) - 1;
+    let mut operand = |exponents: u32, around: u32| {
+        let exponent = around + next() % exponents;
+        (next() as u16 & 0x8000) | (exponent << mantissa) as u16 | (next() as u16 & ((1 << mantissa) - 1))
+    };
+    let all = 2 * bias + 1;
+    let mut many = |count: usize| -> Vec<u16> {
+        (0..count)
+            .map(|_| match family {
+                // Narrow, wide, subnormal or nearly, every code, mostly zero, near the largest.
+                0 => operand(3, bias),
+                1 => operand(12, bias - 6),
+                2 => operand(3, 0),
+                3 => operand(all + 1, 0),
+                4 => operand(8, bias) * u16::from(operand(1, 0) % 4 == 0),
+                _ => operand(3, all - 3),
+            })
+            .collect()
+    };
+    let (a, b) = (many(256), many(128));
+    let c = (0..128)
+        .map(|_| {
+            let bits = next();
+            let exponent = match next() % 5 {
+                0 => 0,
+                1 => bits >> 23 & 0xFF,
+                2 => 254,
+                _ => 110 + bits % 40,
+            };
+            let fraction = if next().is_multiple_of(4) { 0 } else { bits & 0x7F_FFFF };
+            (bits & 1 << 31) | exponent << 23 | fraction
+        })
+        .collect();
+    (a, b, c)
+}
+
+#[test]
+fn agrees_with_the_integer_model() {
+    let device = Device::new();
+    let mut state = 1u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as u32 ^ (state >> 13) as u32
+    };
+    let (mut finite, mut infinite, mut nan, mut zero, mut subnormal) = (0, 0, 0, 0, 0);
+    for round in 0..300 {
+        for (kernel, mantissa, bias) in [(single::single_f16, 10, 15), (single::single_bf16, 7, 127)] {
+            let (a, b, c) = draw(round % 6, mantissa, &mut next);
+            let (da, db, dc) = (device.upload(&a), device.upload(&b), device.upload(&c));
+            let mut d = device.alloc(128 * 4);
+            let args = single::Args { a: da.as_ref(), b: db.as_ref(), c: dc.as_ref(), d: d.as_mut() };
+            launch(&device, kernel, args, u64::from(round));
+            let got = d.download::<u32>().expect("every element is written");
+            for i in 0..128 {
+                let (row, column) = (i / 8, i % 8);
+                let expected = model(mantissa, bias, &a[row * 16..][..16], &b[column * 16..][..16], c[i]);
+                assert_eq!(got[i], expected, "{kernel:?} round {round} output {i}: {:08x} {expected:08x}", got[i]);
+                match f32::from_bits(expected).classify() {
+                    std::num::FpCategory::Nan => nan += 1,
+                    std::num::FpCategory::Infinite => infinite += 1,
+                    std::num::FpCategory::Zero => zero += 1,
+                    std::num::FpCategory::Subnormal => subnormal += 1,
+                    std::num::FpCategory::Normal => finite += 1,
+                }
+            }
+        }
+    }
+    println!("normal {finite}, subnormal {subnormal}, zero {zero}, infinite {infinite}, NaN {nan}");
+    assert!([finite, infinite, nan, zero, subnormal].iter().all(|&count| count > 100), "every kind of result occurs");
 }
 
 #[test]

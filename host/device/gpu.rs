@@ -66,6 +66,15 @@ pub fn choose_module(compute: (u32, u32)) -> Option<&'static Module> {
 impl Gpu {
     /// GPU number `ordinal`. [`Error::NoGpu`] where there is no driver, no such GPU, or none of the embedded modules runs on it.
     pub fn new(ordinal: u32) -> Result<Arc<Self>> {
+        Self::open(ordinal, None)
+    }
+
+    /// As [`Gpu::new`] with another build of the same kernels, for work on them.
+    pub fn with_ptx(ordinal: u32, ptx: &str) -> Result<Arc<Self>> {
+        Self::open(ordinal, Some(ptx))
+    }
+
+    fn open(ordinal: u32, ptx: Option<&str>) -> Result<Arc<Self>> {
         cuda_driver::available().map_err(Error::NoGpu)?;
         let device = cust::device::Device::get_device(ordinal)
             .map_err(|error| Error::NoGpu(format!("device {ordinal}: {error:?}")))?;
@@ -93,8 +102,11 @@ impl Gpu {
         let embedded = choose_module(properties.compute).ok_or_else(|| {
             let (major, minor) = properties.compute;
             Error::NoGpu(format!("{}: no kernels for compute capability {major}.{minor}", properties.name))
-        })?;
-        let module = load_module(embedded)?;
+        });
+        let module = match ptx {
+            Some(ptx) => load_module("given", ptx)?,
+            None => embedded.and_then(|module| load_module(module.arch, module.ptx))?,
+        };
         let mut stream = null_mut();
         // SAFETY: writes one handle; flag 1 is CU_STREAM_NON_BLOCKING.
         check("cuStreamCreateWithPriority", unsafe { sys::cuStreamCreateWithPriority(&mut stream, 1, 0) })?;
@@ -203,9 +215,8 @@ impl Gpu {
     }
 }
 
-fn load_module(embedded: &Module) -> Result<sys::CUmodule> {
-    let text =
-        CString::new(embedded.ptx).map_err(|_| Error::NoGpu(format!("the {} module is damaged", embedded.arch)))?;
+fn load_module(name: &str, ptx: &str) -> Result<sys::CUmodule> {
+    let text = CString::new(ptx).map_err(|_| Error::NoGpu(format!("the {} module is damaged", name)))?;
     let mut log = vec![0u8; 8192];
     use sys::CUjit_option_enum as o;
     let mut options = [o::CU_JIT_ERROR_LOG_BUFFER, o::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
@@ -223,7 +234,7 @@ fn load_module(embedded: &Module) -> Result<sys::CUmodule> {
     };
     check("cuModuleLoadDataEx", code).map_err(|error| {
         let end = log.iter().position(|&byte| byte == 0).unwrap_or(log.len());
-        Error::NoGpu(format!("{error} for the {} module: {}", embedded.arch, String::from_utf8_lossy(&log[..end])))
+        Error::NoGpu(format!("{error} for the {} module: {}", name, String::from_utf8_lossy(&log[..end])))
     })?;
     Ok(module)
 }

@@ -2,7 +2,7 @@
 
 use super::math;
 use super::mma::LANES;
-use super::nvfp4::{LayerInputs, Nvfp4View, check_options, convert_x, for_all_rows, route_prep, steps};
+use super::nvfp4::{LayerInputs, Nvfp4View, check_options, convert_x, for_all_rows, route_prep, steps, zeros};
 use crate::error::Result;
 use crate::{Activation, LayerOptions, LayerShape, Order};
 
@@ -78,7 +78,7 @@ pub fn layer_bound(view: &Nvfp4View<'_>, options: &LayerOptions, inputs: &LayerI
     };
     let scaled = |factor: f64, y: Near| Near { value: factor * y.value, error: factor.abs() * y.error }.rounded_f32();
 
-    let mut h = vec![Near::default(); route.pairs() * intermediate];
+    let mut h = zeros(Near::default(), &route, intermediate)?;
     for_all_rows(&route, intermediate, &mut h, |expert, first, pairs| {
         let [alpha_up, alpha_gate] = view.alpha1[expert].map(f64::from);
         let matrix = view.fc1(expert);
@@ -105,7 +105,7 @@ pub fn layer_bound(view: &Nvfp4View<'_>, options: &LayerOptions, inputs: &LayerI
         pairs.iter().map(|pair| std::array::from_fn(|lane| element(pair, lane))).collect()
     });
 
-    let mut ypart = vec![Near::default(); route.pairs() * output];
+    let mut ypart = zeros(Near::default(), &route, output)?;
     for_all_rows(&route, output, &mut ypart, |expert, first, pairs| {
         let matrix = view.fc2(expert);
         let rows: [_; LANES] = std::array::from_fn(|lane| matrix.row(format, (first + lane).min(output - 1)));

@@ -10,7 +10,7 @@
 //! 5. A zero result is +0, whatever the signs; a negative sum that underflows gives +0 too.
 //! 6. NaN, 0·inf and inf - inf give 0x7FFFFFFF; otherwise an infinity propagates.
 //!
-//! [`mma16`] says this in integers. [`chain_exact`] gives the same bits some hundred times faster: it takes operands
+//! [`mma16`] says this in integers. [`chain_exact`] gives the same bits much faster: it takes operands
 //! that were decoded once ([`Tile`], [`Row`]) and works on [`LANES`] rows side by side in f64.
 
 use std::ops::Range;
@@ -239,7 +239,8 @@ impl Row {
     }
 }
 
-/// The instructions `steps`, ascending, chained through `acc`: acc[lane] = mma16(tile's lane, row, acc[lane]) for each.
+/// The instructions `steps`, ascending, chained through `acc`: for each,
+/// `acc[lane] = mma16(lane of tile, row, acc[lane])`.
 /// `steps` must lie inside both.
 pub fn chain_exact(tile: &Tile, row: &Row, steps: Range<usize>, acc: &mut [f32; LANES]) {
     let range = steps.start * STEP..steps.end * STEP;

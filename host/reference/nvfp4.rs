@@ -153,7 +153,7 @@ impl LayerInputs<'_> {
     pub fn check(&self, shape: &LayerShape, activation: Activation) -> Result<()> {
         let pairs = self.tokens.checked_mul(shape.top_k).filter(|&pairs| pairs <= i32::MAX as usize);
         let pairs = pairs.ok_or_else(|| Error::argument("tokens", self.tokens, "tokens * top_k below 2^31"))?;
-        check_len("x", self.x.len(), self.tokens * shape.hidden)?;
+        check_len("x", self.x.len(), self.tokens.saturating_mul(shape.hidden))?;
         check_len("topk_ids", self.topk_ids.len(), pairs)?;
         check_len("topk_w", self.topk_w.len(), pairs)?;
         if self.x_type == XType::F16 && activation == Activation::Bf16 {
@@ -263,7 +263,6 @@ pub fn route_prep(topk_ids: &[i32], top_k: usize, experts: usize) -> Result<Rout
 pub(super) struct Matrix<'a> {
     codes: &'a [u8],
     scales: &'a [u8],
-    rows: usize,
     cols: usize,
 }
 
@@ -273,34 +272,38 @@ impl<'a> Matrix<'a> {
         Matrix {
             codes: &codes[expert * codes_len..][..codes_len],
             scales: &scales[expert * scales_len..][..scales_len],
-            rows,
             cols,
         }
     }
 
-    /// The weight q·s of (row, k) as an operand; zero outside the matrix.
-    fn operand(&self, table: &WeightTable, row: usize, k: usize) -> Operand {
-        if row >= self.rows || k >= self.cols {
-            return table.zero;
-        }
+    /// What the sixteen codes of (row, block) stand for.
+    fn block(&self, table: &'static WeightTable, row: usize, block: usize) -> &'static [Operand; 16] {
+        let scale = self.scales[swizzled_offset(row, block, padded_cols(self.cols / 16))];
+        &table.weights[usize::from(scale)]
+    }
+
+    fn code(&self, row: usize, k: usize) -> usize {
         let byte = self.codes[row * (self.cols / 2) + k / 2];
-        let code = if k.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
-        let scale = self.scales[swizzled_offset(row, k / 16, padded_cols(self.cols / 16))];
-        table.weights[usize::from(scale)][usize::from(code)]
+        usize::from(if k.is_multiple_of(2) { byte & 15 } else { byte >> 4 })
     }
 
     /// One row's weights, k ascending.
     pub(super) fn row(&self, format: Activation, row: usize) -> Vec<f64> {
         let table = &*WEIGHTS[format as usize];
-        (0..self.cols).map(|k| f64::from(self.operand(table, row, k).value)).collect()
+        (0..self.cols).map(|k| f64::from(self.block(table, row, k / 16)[self.code(row, k)].value)).collect()
     }
 
     /// Rows first..first+LANES of the matrix, but none from `end` on, in the order of the instructions.
     fn tile(&self, format: Activation, first: usize, end: usize) -> Tile {
         let table = &*WEIGHTS[format as usize];
-        Tile::new(format, steps(self.cols), |lane, position| {
+        let blocks: [Vec<_>; LANES] = std::array::from_fn(|lane| {
             let row = first + lane;
-            if row < end { self.operand(table, row, seed_k(position)) } else { table.zero }
+            let blocks = if row < end { self.cols / 16 } else { 0 };
+            (0..blocks).map(|block| self.block(table, row, block)).collect()
+        });
+        Tile::new(format, steps(self.cols), |lane, position| {
+            let k = seed_k(position);
+            blocks[lane].get(k / 16).map_or(table.zero, |block| block[self.code(first + lane, k)])
         })
     }
 }
@@ -375,7 +378,7 @@ fn activation_row(format: Activation, values: &[u16], index: usize, cols: usize)
     Row::new(steps(cols), |position| Operand::decode(format, values.get(seed_k(position)).copied().unwrap_or(0)))
 }
 
-/// Fills into[pair][row] for all live pairs. `work` is called with an expert, the first of up to LANES rows, and the
+/// Fills `into[pair][row]` for all live pairs. `work` is called with an expert, the first of up to LANES rows, and the
 /// expert's pairs, and gives one [T; LANES] per pair.
 pub(super) fn for_all_rows<T: Copy + Send>(
     route: &Route,
@@ -399,6 +402,16 @@ pub(super) fn for_all_rows<T: Copy + Send>(
             into[pair * rows + first..][..width].copy_from_slice(&lanes[..width]);
         }
     }
+}
+
+/// `width` zeros per pair, or `Err` where memory cannot hold them.
+pub(super) fn zeros<T: Clone>(zero: T, route: &Route, width: usize) -> Result<Vec<T>> {
+    let len = route.pairs().saturating_mul(width);
+    let mut zeros = Vec::new();
+    let reserved = zeros.try_reserve_exact(len);
+    reserved.map_err(|_| Error::argument("tokens", route.tokens(), format!("memory for {len} intermediate values")))?;
+    zeros.resize(len, zero);
+    Ok(zeros)
 }
 
 /// Hidden states in the activation format [M, K], and whether a finite one of a live token became infinite.
@@ -432,8 +445,8 @@ fn became_infinite(x: f32, x16: u16) -> bool {
 
 /// FC1 and SwiGLU: h [M·top_k, I] in the activation format, and whether on the f16 path a finite element became infinite.
 ///
-/// `x` [M, K] is in the activation format ([`convert_x`]). In f32: g = alpha1[e][1]·G, u = alpha1[e][0]·U, both clamped,
-/// h = (g / (1 + exp(-g)))·u, rounded once. Rows of skipped pairs are 0 and stand for "not computed".
+/// `x` [M, K] is in the activation format ([`convert_x`]). In f32: `g = alpha1[e][1]·G`, `u = alpha1[e][0]·U`, both
+/// clamped, `h = (g / (1 + exp(-g)))·u`, rounded once. Rows of skipped pairs are 0 and stand for "not computed".
 pub fn fc1(
     view: &Nvfp4View<'_>,
     options: &LayerOptions,
@@ -455,7 +468,7 @@ pub fn fc1(
         .map(|token| route.token_is_live(token).then(|| activation_row(format, x, token, hidden)))
         .collect::<Vec<_>>();
     let out_of_range = AtomicBool::new(false);
-    let mut h = vec![0; route.pairs() * intermediate];
+    let mut h = zeros(0, route, intermediate)?;
     for_all_rows(route, intermediate, &mut h, |expert, first, pairs| {
         let matrix = view.fc1(expert);
         let up = matrix.tile(format, first, intermediate);
@@ -479,8 +492,8 @@ pub fn fc1(
     Ok((h, out_of_range.into_inner()))
 }
 
-/// FC2: ypart [M·top_k, H] with ypart[pair] = (alpha2[e]·w[pair])·y, y one chain over I. Rows of skipped pairs are 0 and
-/// stand for "not computed".
+/// FC2: ypart \[M·top_k, H\], per pair `(alpha2[e]·w)·y` with y one chain over I. Rows of skipped pairs are 0 and stand for
+/// "not computed".
 pub fn fc2(
     view: &Nvfp4View<'_>,
     options: &LayerOptions,
@@ -501,7 +514,7 @@ pub fn fc2(
         .into_par_iter()
         .map(|pair| route.expert_of(pair).map(|_| activation_row(format, h, pair, intermediate)))
         .collect::<Vec<_>>();
-    let mut ypart = vec![0.0; route.pairs() * output];
+    let mut ypart = zeros(0.0, route, output)?;
     for_all_rows(route, output, &mut ypart, |expert, first, pairs| {
         let tile = view.fc2(expert).tile(format, first, output);
         let rows = pairs.iter().filter_map(|&pair| rows_of_h[pair].as_ref().map(|h| (topk_w[pair], h)));

@@ -8,7 +8,7 @@
 use crate::dequant::Activation;
 use crate::layout::permute::{position, row_stride};
 use crate::layout::tile::tile_row;
-use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS};
+use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS, SLOT_WORDS};
 use crate::schedule::{Schedule, Unit};
 use crate::status;
 use crate::stream::{ROWS, Ring, SEGMENT, Weights};
@@ -42,12 +42,10 @@ kernels! {
     pub mod fc1(
         /// `[1]` number of entries.
         entry_count: In<u32>,
-        /// [entries, 4] expert, pairs, alpha of up, alpha of gate.
+        /// [entries, RECORD_WORDS] records.
         entries: In<u32>,
-        /// [entries, 8] pair of each slot.
-        slot_pairs: In<i32>,
-        /// [entries, 8] token of each slot.
-        slot_tokens: In<u32>,
+        /// [entries, 8, SLOT_WORDS] slots.
+        slots: In<u32>,
         /// [M, row_stride(hidden)] activations in tensor-core order.
         x: In<u16>,
         /// [E, 2·intermediate, hidden/2] codes: up rows, then gate rows.
@@ -80,8 +78,7 @@ kernels! {
 fn body<T: Activation, A: Arch, const SPLIT: u32>(
     entry_count: In<u32>,
     entries: In<u32>,
-    slot_pairs: In<i32>,
-    slot_tokens: In<u32>,
+    slots: In<u32>,
     x: In<u16>,
     w13: In<u8>,
     s13: In<u8>,
@@ -139,30 +136,44 @@ fn body<T: Activation, A: Arch, const SPLIT: u32>(
 
     let (g, t) = (lane() / 4, lane() % 4);
     let stride = row_stride(hidden as usize);
-    let token_of = |unit: Unit| slot_tokens.load((unit.entry * ENTRY_SLOTS + g) as usize) as usize;
+    let token_of = |unit: Unit| slots.load(((unit.entry * ENTRY_SLOTS + g) * SLOT_WORDS + 1) as usize);
+    let start_of = |token: u32| token as usize * stride + (begin * SEGMENT + t * 32) as usize;
+    // Activations are loaded one step before they are used, the token that they belong to one unit before.
     let mut unit = first;
-    let mut token = if schedule.has(unit) { token_of(unit) } else { 0 };
+    let mut at = 0;
+    let mut x_next = [[[0; 4]; 4]; 2];
+    let mut token = 0;
+    if begin < end && schedule.has(first) {
+        at = start_of(token_of(first));
+        x_next = [columns(x, at), columns(x, at + SEGMENT as usize / 2)];
+        let after = schedule.next(first);
+        if schedule.has(after) {
+            token = token_of(after);
+        }
+    }
     let mut turn = 0;
     let mut overflow = false;
     while schedule.has(unit) {
         let next = schedule.next(unit);
-        let row = token * stride + t as usize * 32;
-        if schedule.has(next) {
-            token = token_of(next);
-        }
         let mut sum = [0.0; 4];
         let mut segment = begin;
         while segment < end {
-            let at = row + (segment * SEGMENT) as usize;
-            // The second chunk of the last segment may be past the padded row.
-            let second = ((segment * SEGMENT + SEGMENT / 2) as usize) < stride;
-            let x0 = columns(x, at);
-            let x1 = if second { columns(x, at + SEGMENT as usize / 2) } else { [[0; 4]; 4] };
             let stage = ring.take::<{ STAGES - 1 }>();
             copy_next!();
-            sum = multiply::<T, A>(stage.codes[0], stage.scales[0], x0, sum);
-            sum = multiply::<T, A>(stage.codes[1], stage.scales[1], x1, sum);
             segment += 1;
+            if segment < end {
+                at += SEGMENT as usize;
+            } else if schedule.has(next) {
+                at = start_of(token);
+                let after = schedule.next(next);
+                if schedule.has(after) {
+                    token = token_of(after);
+                }
+            }
+            sum = multiply::<T, A>(stage.codes[0], stage.scales[0], x_next[0], sum);
+            x_next[0] = columns(x, at);
+            sum = multiply::<T, A>(stage.codes[1], stage.scales[1], x_next[1], sum);
+            x_next[1] = columns(x, at + SEGMENT as usize / 2);
         }
 
         // Two sets of partial sums and a reducing warp that moves on: one barrier a unit.
@@ -190,7 +201,7 @@ fn body<T: Activation, A: Arch, const SPLIT: u32>(
             macro_rules! finish {
                 ($up:expr, $gate:expr, $slot:expr) => {
                     if $slot < count {
-                        let pair = slot_pairs.load((entry * ENTRY_SLOTS + $slot) as usize) as usize;
+                        let pair = slots.load(((entry * ENTRY_SLOTS + $slot) * SLOT_WORDS) as usize) as usize;
                         let value = swiglu(f32::from_bits(up) * $up, f32::from_bits(gate) * $gate, limit);
                         let bits = T::round(value);
                         overflow |= !T::BF16 && value.abs() < f32::INFINITY && bits & 0x7FFF == 0x7C00;

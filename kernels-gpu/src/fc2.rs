@@ -6,7 +6,7 @@
 use crate::dequant::Activation;
 use crate::layout::permute::row_stride;
 use crate::layout::tile::tile_row;
-use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS};
+use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS, SLOT_WORDS};
 use crate::schedule::{Schedule, Unit};
 use crate::stream::{ROWS, Ring, SEGMENT, Weights};
 use crate::tensor::{columns, multiply};
@@ -31,12 +31,10 @@ kernels! {
     pub mod fc2(
         /// `[1]` number of entries.
         entry_count: In<u32>,
-        /// [entries, 4] expert, pairs, …
+        /// [entries, RECORD_WORDS] records.
         entries: In<u32>,
-        /// [entries, 8] pair of each slot.
-        slot_pairs: In<i32>,
-        /// [entries, 8] alpha2 · weight of each slot.
-        slot_scales: In<f32>,
+        /// [entries, 8, SLOT_WORDS] slots.
+        slots: In<u32>,
         /// [M·top_k, row_stride(intermediate)] activations in tensor-core order.
         h: In<u16>,
         /// [E, output, intermediate/2] codes.
@@ -65,8 +63,7 @@ kernels! {
 fn body<T: Activation, A: Arch, const WARPS: u32>(
     entry_count: In<u32>,
     entries: In<u32>,
-    slot_pairs: In<i32>,
-    slot_scales: In<f32>,
+    slots: In<u32>,
     h: In<u16>,
     w2: In<u8>,
     s2: In<u8>,
@@ -120,43 +117,53 @@ fn body<T: Activation, A: Arch, const WARPS: u32>(
 
     let (g, t) = (lane() / 4, lane() % 4);
     let stride = row_stride(intermediate as usize);
-    // Slots without a pair read the entry's first pair; their columns are never stored.
-    let pair_of = |unit: Unit| {
-        let slots = (unit.entry * ENTRY_SLOTS) as usize;
-        let pair = slot_pairs.load(slots + g as usize);
-        if pair < 0 { slot_pairs.load(slots) as usize } else { pair as usize }
-    };
+    // Slots without a pair read another of the same expert; their columns are never stored.
+    let pair_of = |unit: Unit| slots.load(((unit.entry * ENTRY_SLOTS + g) * SLOT_WORDS + 3) as usize);
+    let start_of = |pair: u32| pair as usize * stride + t as usize * 32;
+    // Activations are loaded one step before they are used, the pair that they belong to one unit before.
     let mut unit = first;
-    let mut pair = if schedule.has(unit) { pair_of(unit) } else { 0 };
+    let mut at = 0;
+    let mut x_next = [[[0; 4]; 4]; 2];
+    let mut pair = 0;
+    if schedule.has(first) {
+        at = start_of(pair_of(first));
+        x_next = [columns(h, at), columns(h, at + SEGMENT as usize / 2)];
+        let after = schedule.next(first);
+        if schedule.has(after) {
+            pair = pair_of(after);
+        }
+    }
     while schedule.has(unit) {
         let next = schedule.next(unit);
-        let row = pair * stride + t as usize * 32;
-        if schedule.has(next) {
-            pair = pair_of(next);
-        }
         let mut sum = [0.0; 4];
         let mut segment = 0;
         while segment < segments {
-            let at = row + (segment * SEGMENT) as usize;
-            // The second chunk of the last segment may be past the padded row.
-            let second = ((segment * SEGMENT + SEGMENT / 2) as usize) < stride;
-            let x0 = columns(h, at);
-            let x1 = if second { columns(h, at + SEGMENT as usize / 2) } else { [[0; 4]; 4] };
             let stage = ring.take::<{ STAGES - 1 }>();
             copy_next!();
-            sum = multiply::<T, A>(stage.codes[0], stage.scales[0], x0, sum);
-            sum = multiply::<T, A>(stage.codes[1], stage.scales[1], x1, sum);
             segment += 1;
+            if segment < segments {
+                at += SEGMENT as usize;
+            } else if schedule.has(next) {
+                at = start_of(pair);
+                let after = schedule.next(next);
+                if schedule.has(after) {
+                    pair = pair_of(after);
+                }
+            }
+            sum = multiply::<T, A>(stage.codes[0], stage.scales[0], x_next[0], sum);
+            x_next[0] = columns(h, at);
+            sum = multiply::<T, A>(stage.codes[1], stage.scales[1], x_next[1], sum);
+            x_next[1] = columns(h, at + SEGMENT as usize / 2);
         }
 
-        let slots = (unit.entry * ENTRY_SLOTS) as usize;
+        let alpha = f32::from_bits(entries.load((unit.entry * RECORD_WORDS + 4) as usize));
         let (upper, lower) = (row_of(unit, g), row_of(unit, g + 8));
         macro_rules! finish {
             ($upper:expr, $lower:expr, $slot:expr) => {
-                let to = slot_pairs.load(slots + $slot as usize);
-                if to >= 0 {
-                    let scale = slot_scales.load(slots + $slot as usize);
-                    let to = to as usize * output as usize;
+                let [pair, _, weight, _] = slots.load_v4(((unit.entry * ENTRY_SLOTS + $slot) * SLOT_WORDS) as usize);
+                if pair != u32::MAX {
+                    let scale = alpha * f32::from_bits(weight);
+                    let to = pair as usize * output as usize;
                     if upper < output {
                         y.store(to + upper as usize, scale * $upper);
                     }

@@ -9,7 +9,7 @@
 use crate::dequant::Activation;
 use crate::layout::permute::{position, row_stride};
 use crate::status;
-use core::num::{NonZeroU32, NonZeroUsize};
+use core::num::NonZeroU32;
 use cuda_std::arch::Arch;
 use cuda_std::kernels;
 use cuda_std::memory::{In, Out};
@@ -22,8 +22,11 @@ use cuda_std::{sync, warp as lanes};
 pub const THREADS: u32 = 1024;
 /// Pairs of one entry: columns of an mma.
 pub const ENTRY_SLOTS: u32 = 8;
-/// Words of an entry's record: expert, number of pairs, alpha of up, alpha of gate.
-pub const RECORD_WORDS: u32 = 4;
+/// Words of an entry's record: expert, number of pairs, alpha1 of up, alpha1 of gate, alpha2, and three unused.
+pub const RECORD_WORDS: u32 = 8;
+/// Words of a slot: its pair (-1 as u32 for none), token, weight, and a pair of the same expert to read where there is none. One
+/// 16-byte store: scattered stores of one block are what this kernel's time consists of.
+pub const SLOT_WORDS: u32 = 4;
 
 /// Most entries that `pairs` pairs over `experts` experts can have.
 pub const fn max_entries(pairs: usize, experts: usize) -> usize {
@@ -70,12 +73,8 @@ kernels! {
         entry_count: Out<u32>,
         /// [entries, RECORD_WORDS] records.
         entries: Out<u32>,
-        /// [entries, 8] pair of each slot, -1 for none.
-        slot_pairs: Out<i32>,
-        /// [entries, 8] token of each slot, 0 where there is none.
-        slot_tokens: Out<u32>,
-        /// [entries, 8] alpha2 · weight of each slot.
-        slot_scales: Out<f32>,
+        /// [entries, 8, SLOT_WORDS] slots.
+        slots: Out<u32>,
         /// [M, row_stride(hidden)] reordered activations.
         x_permuted: Out<u16>,
         /// [M·top_k, row_stride(intermediate)] the next kernel's output, whose padding is zeroed here.
@@ -110,9 +109,7 @@ fn body<X: Activation, T: Activation, A: Arch>(
     x: In<u16>,
     entry_count: Out<u32>,
     entries: Out<u32>,
-    slot_pairs: Out<i32>,
-    slot_tokens: Out<u32>,
-    slot_scales: Out<f32>,
+    slots: Out<u32>,
     x_permuted: Out<u16>,
     h: Out<u16>,
     status: Out<u32>,
@@ -124,20 +121,27 @@ fn body<X: Activation, T: Activation, A: Arch>(
     warps: u32,
 ) {
     if block_idx() == 0 {
-        let table = Table { entries, slot_pairs, slot_tokens, slot_scales };
-        build_table(topk_ids, topk_weights, alpha1, alpha2, entry_count, table, status, tokens, top_k, experts, warps);
+        let table = Table { entries, slots, alpha1, alpha2 };
+        build_table(topk_ids, topk_weights, entry_count, table, status, tokens, top_k, experts, warps);
     } else {
-        permute_rows::<X, T>(x, x_permuted, status, tokens, hidden);
-        zero_padding(h, tokens as usize * top_k as usize, intermediate);
+        let live = |token: u32| {
+            let mut slot = 0;
+            while slot < top_k && topk_ids.load((token * top_k + slot) as usize) as u32 >= experts {
+                slot += 1;
+            }
+            slot < top_k
+        };
+        permute_rows::<X, T>(x, x_permuted, status, tokens, hidden, live);
+        zero_padding(h, tokens * top_k, intermediate);
     }
 }
 
 #[derive(Clone, Copy)]
 struct Table {
     entries: Out<u32>,
-    slot_pairs: Out<i32>,
-    slot_tokens: Out<u32>,
-    slot_scales: Out<f32>,
+    slots: Out<u32>,
+    alpha1: In<f32>,
+    alpha2: In<f32>,
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -145,8 +149,6 @@ struct Table {
 fn build_table(
     topk_ids: In<i32>,
     topk_weights: In<f32>,
-    alpha1: In<f32>,
-    alpha2: In<f32>,
     entry_count: Out<u32>,
     table: Table,
     status: Out<u32>,
@@ -168,6 +170,8 @@ fn build_table(
     let end = (begin + range).min(pairs);
     let counting = warp() < warps;
 
+    // A warp keeps what it loads for its first 32 pairs: few tokens make no second pass over memory.
+    let first_id = load_id(topk_ids, begin, if counting { end } else { 0 });
     let mut i = thread_idx();
     while i < warps * experts {
         counts.store(i, 0);
@@ -175,11 +179,13 @@ fn build_table(
     }
     sync::sync_threads();
 
+    let mut held = Group::new(first_id, experts);
     if counting {
+        held.load_weight(topk_weights, begin);
         let mut bad = false;
+        let mut group = held;
         let mut at = begin;
         while at < end {
-            let group = Group::load(topk_ids, at, end, experts);
             bad |= group.bad;
             if group.leads() {
                 let count = warp() * experts + group.expert;
@@ -187,6 +193,9 @@ fn build_table(
             }
             sync::sync_warp();
             at += 32;
+            if at < end {
+                group = Group::new(load_id(topk_ids, at, end), experts);
+            }
         }
         if lanes::any(bad) && lane() == 0 {
             status.atomic_or(0, status::BAD_EXPERT_ID);
@@ -204,10 +213,18 @@ fn build_table(
         let mut total = 0;
         let mut w = 0;
         while w < warps {
-            let count = counts.load(w * experts + expert);
-            counts.store(w * experts + expert, total);
-            total += count;
-            w += 1;
+            // Eight loads before the first store, which the hardware could not reorder.
+            let found = [0, 1, 2, 3, 4, 5, 6, 7]
+                .map(|i| if w + i < warps { counts.load((w + i) * experts + expert) } else { 0 });
+            let mut i = 0;
+            while i < 8 {
+                if w + i < warps {
+                    counts.store((w + i) * experts + expert, total);
+                }
+                total += found[i as usize];
+                i += 1;
+            }
+            w += 8;
         }
         totals.store(expert, total);
         own += total.div_ceil(ENTRY_SLOTS);
@@ -237,9 +254,9 @@ fn build_table(
     sync::sync_threads();
 
     if counting {
+        let mut group = held;
         let mut at = begin;
         while at < end {
-            let group = Group::load(topk_ids, at, end, experts);
             let count = warp() * experts + if group.valid { group.expert } else { 0 };
             let start = counts.load(count);
             sync::sync_warp();
@@ -252,29 +269,54 @@ fn build_table(
                 let total = totals.load(group.expert);
                 let entry = first_entry.load(group.expert) + rank / ENTRY_SLOTS;
                 let pair = at + lane();
-                place(table, topk_weights, alpha1, alpha2, pair, pair / per_token, group.expert, rank, total, entry);
+                group.place(table, pair, pair / per_token, rank, total, entry);
             }
             at += 32;
+            if at < end {
+                group = Group::new(load_id(topk_ids, at, end), experts);
+                group.load_weight(topk_weights, at);
+            }
         }
     }
 }
 
+/// This lane's id of the 32 pairs from `at` on, -1 from `end` on.
+#[inline(always)]
+fn load_id(topk_ids: In<i32>, at: u32, end: u32) -> i32 {
+    let pair = at + lane();
+    if pair < end { topk_ids.load(pair as usize) } else { -1 }
+}
+
 /// 32 neighbouring pairs, one a lane.
+#[derive(Clone, Copy)]
 struct Group {
     expert: u32,
     valid: bool,
     bad: bool,
     /// Lanes with the same expert.
     peers: u32,
+    /// Weight of this lane's pair.
+    weight: f32,
 }
 
 impl Group {
     #[inline(always)]
-    fn load(topk_ids: In<i32>, at: u32, end: u32, experts: u32) -> Self {
-        let pair = at + lane();
-        let id = if pair < end { topk_ids.load(pair as usize) } else { -1 };
+    fn new(id: i32, experts: u32) -> Self {
         let expert = id as u32;
-        Group { expert, valid: expert < experts, bad: id >= 0 && expert >= experts, peers: lanes::match_any(expert) }
+        Group {
+            expert,
+            valid: expert < experts,
+            bad: id >= 0 && expert >= experts,
+            peers: lanes::match_any(expert),
+            weight: 0.0,
+        }
+    }
+
+    #[inline(always)]
+    fn load_weight(&mut self, topk_weights: In<f32>, at: u32) {
+        if self.valid {
+            self.weight = topk_weights.load((at + lane()) as usize);
+        }
     }
 
     /// Whether this lane is the first of its peers.
@@ -282,46 +324,35 @@ impl Group {
     fn leads(&self) -> bool {
         self.valid && self.peers.trailing_zeros() == lane()
     }
-}
 
-/// Writes the slot of one pair; the first pair of an entry writes the record too, the last pair of an expert the unused slots.
-#[allow(clippy::too_many_arguments)]
-#[inline(always)]
-fn place(
-    table: Table,
-    topk_weights: In<f32>,
-    alpha1: In<f32>,
-    alpha2: In<f32>,
-    pair: u32,
-    token: u32,
-    expert: u32,
-    rank: u32,
-    total: u32,
-    entry: u32,
-) {
-    let slot = (entry * ENTRY_SLOTS + rank % ENTRY_SLOTS) as usize;
-    table.slot_pairs.store(slot, pair as i32);
-    table.slot_tokens.store(slot, token);
-    table.slot_scales.store(slot, alpha2.load(expert as usize) * topk_weights.load(pair as usize));
-    if rank % ENTRY_SLOTS == 0 {
-        let record = (entry * RECORD_WORDS) as usize;
-        let count = (total - rank).min(ENTRY_SLOTS);
-        let up = alpha1.load(expert as usize * 2).to_bits();
-        let gate = alpha1.load(expert as usize * 2 + 1).to_bits();
-        table.entries.store_v4(record, [expert, count, up, gate]);
-    }
-    if rank + 1 == total {
-        let mut unused = slot + 1;
-        while unused % ENTRY_SLOTS as usize != 0 {
-            table.slot_pairs.store(unused, -1);
-            table.slot_tokens.store(unused, 0);
-            table.slot_scales.store(unused, 0.0);
-            unused += 1;
+    /// Writes the slot of this lane's pair, which is number `rank` of its expert's `total`. The first pair of an entry writes the
+    /// record too, the last pair of an expert the unused slots.
+    #[inline(always)]
+    fn place(&self, table: Table, pair: u32, token: u32, rank: u32, total: u32, entry: u32) {
+        let slot_of = |number: u32| ((entry * ENTRY_SLOTS + number) * SLOT_WORDS) as usize;
+        let number = rank % ENTRY_SLOTS;
+        table.slots.store_v4(slot_of(number), [pair, token, self.weight.to_bits(), pair]);
+        if number == 0 {
+            let expert = self.expert as usize;
+            let up = table.alpha1.load(2 * expert).to_bits();
+            let gate = table.alpha1.load(2 * expert + 1).to_bits();
+            let down = table.alpha2.load(expert).to_bits();
+            let record = (entry * RECORD_WORDS) as usize;
+            table.entries.store_v4(record, [self.expert, (total - rank).min(ENTRY_SLOTS), up, gate]);
+            table.entries.store_v4(record + 4, [down, 0, 0, 0]);
+        }
+        if rank + 1 == total {
+            let mut unused = number + 1;
+            while unused < ENTRY_SLOTS {
+                table.slots.store_v4(slot_of(unused), [u32::MAX, token, 0, pair]);
+                unused += 1;
+            }
         }
     }
 }
 
-/// Rewrites x in tensor-core order, eight elements a thread and step.
+/// Rewrites x in tensor-core order, eight elements a thread and step. A finite element that becomes infinite is reported where its
+/// token is `live`: rows that only pad a batch may hold anything.
 #[inline(always)]
 fn permute_rows<X: Activation, T: Activation>(
     x: In<u16>,
@@ -329,16 +360,16 @@ fn permute_rows<X: Activation, T: Activation>(
     status: Out<u32>,
     tokens: u32,
     hidden: u32,
+    live: impl Fn(u32) -> bool,
 ) {
     let stride = row_stride(hidden as usize) as u32;
-    // Dividing by a NonZero needs no check for zero, and so no panic in the kernel.
-    let words = NonZeroUsize::new((stride / 8) as usize).unwrap_or(NonZeroUsize::MIN);
-    let total = tokens as usize * words.get();
-    let mut at = (block_idx() - 1) as usize * block_dim() as usize + thread_idx() as usize;
-    let step = (grid_dim() - 1) as usize * block_dim() as usize;
+    // (token, word) advances by a fixed step: one division at the start instead of one an element.
+    let words = NonZeroU32::new(stride / 8).unwrap_or(NonZeroU32::MIN);
+    let start = (block_idx() - 1) * block_dim() + thread_idx();
+    let step = (grid_dim() - 1) * block_dim();
+    let (mut token, mut word) = (start / words, start % words);
     let mut overflow = false;
-    while at < total {
-        let (token, word) = ((at / words) as u32, (at % words) as u32);
+    while token < tokens {
         let mut out = [0u32; 4];
         if word * 8 < hidden {
             // hidden is a multiple of 16, so a group of eight is whole or absent.
@@ -352,15 +383,21 @@ fn permute_rows<X: Activation, T: Activation>(
                     (to, finite::<X>(element(i)) && !finite::<T>(to))
                 }
             };
-            let pairs = [(0, 2), (1, 3), (4, 6), (5, 7)].map(|(low, high)| {
+            let mut infinite = false;
+            out = [(0, 2), (1, 3), (4, 6), (5, 7)].map(|(low, high)| {
                 let (low, high) = (convert(low), convert(high));
-                overflow |= low.1 | high.1;
+                infinite |= low.1 | high.1;
                 low.0 as u32 | (high.0 as u32) << 16
             });
-            out = pairs;
+            overflow |= infinite && live(token);
         }
         x_permuted.store_v4(token as usize * stride as usize + word as usize * 8, out);
-        at += step;
+        token += step / words;
+        word += step % words;
+        if word >= words.get() {
+            token += 1;
+            word -= words.get();
+        }
     }
     const { assert!(position(1) == 2 && position(2) == 1 && position(5) == 6) };
     if lanes::any(overflow) && lane() == 0 {
@@ -370,15 +407,20 @@ fn permute_rows<X: Activation, T: Activation>(
 
 /// Zeros behind the last element of each row of h. Its rows are written in whole groups of eight, as above.
 #[inline(always)]
-fn zero_padding(h: Out<u16>, rows: usize, intermediate: u32) {
+fn zero_padding(h: Out<u16>, rows: u32, intermediate: u32) {
     let stride = row_stride(intermediate as usize);
-    let groups = (stride - intermediate as usize) / 8;
-    let padding = NonZeroUsize::new(groups).unwrap_or(NonZeroUsize::MIN);
-    let total = rows * groups;
-    let mut at = (block_idx() - 1) as usize * block_dim() as usize + thread_idx() as usize;
-    let step = (grid_dim() - 1) as usize * block_dim() as usize;
-    while at < total {
-        h.store_v4(at / padding * stride + intermediate as usize + at % padding * 8, [0; 4]);
-        at += step;
+    let groups = (stride - intermediate as usize) as u32 / 8;
+    let width = NonZeroU32::new(groups).unwrap_or(NonZeroU32::MIN);
+    let start = (block_idx() - 1) * block_dim() + thread_idx();
+    let step = (grid_dim() - 1) * block_dim();
+    let (mut row, mut group) = (start / width, start % width);
+    while groups > 0 && row < rows {
+        h.store_v4(row as usize * stride + intermediate as usize + group as usize * 8, [0; 4]);
+        row += step / width;
+        group += step % width;
+        if group >= groups {
+            row += 1;
+            group -= groups;
+        }
     }
 }

@@ -4,6 +4,7 @@
 //! A stage holds 16 rows by 256 k: 128 bytes of codes and 16 bytes of scales a row. The 16-byte piece p of row r lies at
 //! piece p xor 4·(r mod 2), so that eight lanes that read two rows hit all 32 banks once.
 
+use crate::layout::permute;
 use crate::layout::scale::{padded_cols, swizzled_len, swizzled_offset};
 use cuda_std::memory::In;
 use cuda_std::shared::Shared;
@@ -11,7 +12,7 @@ use cuda_std::thread::lane;
 use cuda_std::{copy, sync};
 
 /// k of a stage.
-pub const SEGMENT: u32 = 256;
+pub const SEGMENT: u32 = permute::SEGMENT as u32;
 /// Rows of a stage.
 pub const ROWS: u32 = 16;
 /// Bytes of codes of a stage.

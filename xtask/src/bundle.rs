@@ -1,29 +1,45 @@
 //! The GPU bundle: test executables, command line and test data in one folder for a machine that has only a driver.
 
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, bail};
+use cuda_builder::Arch;
 use serde_json::Value;
 
-use crate::{cargo, root, setup::make_executable, step};
+use crate::setup::{self, make_executable};
+use crate::{cargo, root, step};
 
 const LIMIT: u64 = 60 << 20;
 
 /// Tests that need a compiler or the sources, and so cannot run elsewhere.
 const LEFT_OUT: [(&str, &str); 3] = [("megamoe", "ptx"), ("cuda_builder", "*"), ("xtask", "*")];
 
-/// Builds everything and writes `bundle/`.
-pub fn make() -> Result<()> {
+/// Builds everything and writes `bundle/`, with the kernels for `archs` alone if there is such a list.
+pub fn make(archs: Option<&str>) -> Result<()> {
+    for name in archs.iter().flat_map(|list| list.split(',')) {
+        if !Arch::ALL.iter().any(|arch| arch.name() == name) {
+            bail!("--archs: no architecture `{name}`; there are {}", Arch::ALL.map(Arch::name).join(", "));
+        }
+    }
+    setup::device_compiler()?;
+    let limited = |mut command: Command| {
+        if let Some(list) = archs {
+            command.env("MEGAMOE_ARCHS", list);
+        }
+        command
+    };
     let dir = root().join("bundle");
     if dir.exists() {
         std::fs::remove_dir_all(&dir).with_context(|| dir.display().to_string())?;
     }
     std::fs::create_dir_all(dir.join("tests")).with_context(|| dir.display().to_string())?;
 
-    step("command line", &mut cargo(&["build", "--profile", "bundle", "--package", "megamoe", "--bins"]))?;
-    let output = cargo(&["test", "--workspace", "--profile", "bundle", "--no-run", "--message-format"])
-        .arg("json-render-diagnostics")
+    let build = cargo(&["build", "--profile", "bundle", "--package", "megamoe", "--bins"]);
+    step("command line", &mut limited(build))?;
+    let build = cargo(&["test", "--workspace", "--profile", "bundle", "--no-run"]);
+    let output = limited(build)
+        .args(["--message-format", "json-render-diagnostics"])
         .stderr(Stdio::inherit())
         .output()
         .context("cannot run cargo")?;
@@ -48,7 +64,7 @@ pub fn make() -> Result<()> {
     let size = size_of(&dir)?;
     eprintln!("{} tests, {:.1} MiB in {}", tests.len(), size as f64 / (1 << 20) as f64, dir.display());
     if size > LIMIT {
-        bail!("the bundle holds {size} bytes; the limit is {LIMIT}");
+        bail!("the bundle holds {size} bytes; the limit is {LIMIT} (`--archs` makes it smaller)");
     }
     Ok(())
 }
@@ -133,7 +149,12 @@ exit "$bad"
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::process::Command;
+
+    #[test]
+    fn an_unknown_architecture_is_refused_before_anything_runs() {
+        let error = make(Some("sm_90a,sm_91")).unwrap_err().to_string();
+        assert!(error.contains("`sm_91`") && error.contains("sm_100f"), "{error}");
+    }
 
     #[test]
     fn test_executables_are_told_from_the_rest() {

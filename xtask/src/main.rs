@@ -18,7 +18,9 @@ cargo xtask <command>
   test               formatting, lints, every test, documentation
   check-ptx [--bless]
                      the assertions on the kernels' PTX; --bless accepts the present instruction counts
-  gpu-bundle         a folder that tests everything on a machine that has a driver and nothing else
+  gpu-bundle [--archs LIST]
+                     a folder that tests everything on a machine that has a driver and nothing else;
+                     a comma-separated list (sm_90a,sm_100f) limits the kernels that it holds
 ";
 
 fn main() -> ExitCode {
@@ -48,10 +50,8 @@ fn dispatch(args: &[&str]) -> Result<bool> {
         ["test"] => test()?,
         ["check-ptx"] => check_ptx(false)?,
         ["check-ptx", "--bless"] => check_ptx(true)?,
-        ["gpu-bundle"] => {
-            setup::device_compiler()?;
-            bundle::make()?;
-        }
+        ["gpu-bundle"] => bundle::make(None)?,
+        ["gpu-bundle", "--archs", list] => bundle::make(Some(list))?,
         ["help" | "--help" | "-h"] => print!("{USAGE}"),
         _ => return Ok(false),
     }

@@ -33,10 +33,10 @@ pub(super) struct Storage {
     written: Box<[AtomicU64]>,
     /// Every bit of `written` is set.
     complete: AtomicBool,
-    /// The latest launch that had it as a writable argument: accesses of that launch are tracked.
-    pub tracked_by: AtomicU64,
+    /// For each page, the latest launch that could write to it: accesses of that launch are tracked.
+    tracked_by: Box<[AtomicU64]>,
     /// Who accessed what, by page.
-    pub pages: Box<[Mutex<Option<Box<Page>>>]>,
+    pages: Box<[Mutex<Option<Box<Page>>>]>,
 }
 
 // SAFETY: `data` is reached through `base` alone. Bytes of a buffer that a launch writes are accessed under the lock of
@@ -54,34 +54,50 @@ impl Storage {
             data,
             written: (0..len.div_ceil(64)).map(|_| AtomicU64::new(0)).collect(),
             complete: AtomicBool::new(len == 0),
-            tracked_by: AtomicU64::new(0),
+            tracked_by: (0..len.div_ceil(PAGE)).map(|_| AtomicU64::new(0)).collect(),
             pages: (0..len.div_ceil(PAGE)).map(|_| Mutex::new(None)).collect(),
         }
     }
 
     /// Pointer to the first byte.
+    #[inline(always)]
     pub fn base(&self) -> *mut u8 {
         UnsafeCell::raw_get(self.data.as_ptr()).cast()
     }
 
+    /// Launch `launch` may write to these bytes.
+    pub fn track(&self, offset: usize, len: usize, launch: u64) {
+        for page in &self.tracked_by[offset / PAGE..(offset + len).div_ceil(PAGE)] {
+            page.store(launch, Relaxed);
+        }
+    }
+
+    /// Whether launch `launch` may write to the page of byte `offset`.
+    #[inline(always)]
+    pub fn is_tracked(&self, offset: usize, launch: u64) -> bool {
+        self.tracked_by[offset / PAGE].load(Relaxed) == launch
+    }
+
     /// Locks the page of byte `offset`.
+    #[inline]
     pub fn page(&self, offset: usize) -> MutexGuard<'_, Option<Box<Page>>> {
         self.pages[offset / PAGE].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    #[inline(always)]
     fn mask(offset: usize, len: usize) -> u64 {
         (u64::MAX >> (64 - len)) << (offset % 64)
     }
 
     /// Whether the `len` (at most 16, not across a multiple of 16) bytes at `offset` were all written.
-    #[inline]
+    #[inline(always)]
     pub fn is_written(&self, offset: usize, len: usize) -> bool {
         let mask = Self::mask(offset, len);
         self.written[offset / 64].load(Relaxed) & mask == mask
     }
 
     /// Marks bytes as written; `len` as for [`Storage::is_written`].
-    #[inline]
+    #[inline(always)]
     pub fn set_written(&self, offset: usize, len: usize) {
         let (word, mask) = (&self.written[offset / 64], Self::mask(offset, len));
         if word.load(Relaxed) & mask != mask {

@@ -93,12 +93,15 @@ pub fn run(launch: &Launch<'_>, args: &[Packed], name: &'static str, body: &(dyn
     }
     static LAUNCHES: AtomicU64 = AtomicU64::new(1);
     let id = LAUNCHES.fetch_add(1, Relaxed);
+    let mut writable = Vec::new();
     for arg in args {
         if let Packed::Pointer { address, len, element, writable: true } = *arg
-            && address != 0
-            && let Ok((storage, _)) = launch.device.find(address, len * element)
+            && let Some(bytes) = len.checked_mul(element)
+            && let Ok((storage, offset)) = launch.device.find(address, bytes)
+            && bytes > 0
         {
-            storage.tracked_by.store(id, Relaxed);
+            storage.track(offset, bytes, id);
+            writable.push(address..address + bytes as u64);
         }
     }
 
@@ -112,11 +115,12 @@ pub fn run(launch: &Launch<'_>, args: &[Packed], name: &'static str, body: &(dyn
         shared_bytes: launch.shared_bytes,
         seed: launch.seed,
         operations: launch.device.operation_budget(),
+        writable: &writable,
         body,
         stop: &stop,
     };
     let order = Order::new(launch.grid, launch.seed);
-    (0..launch.grid).into_par_iter().for_each(|i| {
+    let one = |i| {
         if stop.load(Relaxed) {
             return;
         }
@@ -128,7 +132,14 @@ pub fn run(launch: &Launch<'_>, args: &[Packed], name: &'static str, body: &(dyn
                 *first = Some((block, fault));
             }
         }
-    });
+    };
+    if rayon::current_thread_index().is_some() {
+        // Waiting for a parallel loop, a thread of the pool would take up other work of its pool, perhaps another launch,
+        // while its caller holds the device.
+        (0..launch.grid).for_each(one);
+    } else {
+        (0..launch.grid).into_par_iter().for_each(one);
+    }
     match first.into_inner().unwrap_or_else(PoisonError::into_inner) {
         Some((_, fault)) => Err(fault),
         None => Ok(()),

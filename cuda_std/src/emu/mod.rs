@@ -1,4 +1,97 @@
-//! The SIMT emulator.
+//! The SIMT emulator: runs a kernel's own Rust code on the CPU and reports what a GPU would let pass silently.
+//!
+//! [`Device`] holds memory under addresses like a GPU's. A [`Launch`] runs each lane of a block as a coroutine; blocks run
+//! in parallel on rayon (in turn where the launch itself runs on a thread of the pool), one at a time on an
+//! operating-system thread. Warp operations and barriers are meetings: an
+//! operation is done when all have come. `seed` decides the order in which lanes and blocks run.
+//!
+//! ```
+//! use cuda_std::emu::{Device, FaultKind, Launch};
+//! use cuda_std::kernel::Family;
+//! use cuda_std::memory::{In, Out};
+//! use cuda_std::{arch::ArchId, kernels, thread};
+//!
+//! fn body(x: In<f32>, y: Out<f32>, n: u32) {
+//!     let i = thread::block_idx() * thread::block_dim() + thread::thread_idx();
+//!     if i < n {
+//!         y.store(i as usize, 2.0 * x.load(i as usize));
+//!     }
+//! }
+//!
+//! kernels! {
+//!     /// Doubles.
+//!     pub mod double(x: In<f32>, y: Out<f32>, n: u32);
+//!     double_f32[128, 1] = |_A| body;
+//! }
+//!
+//! fn main() -> Result<(), Box<dyn std::error::Error>> {
+//!     let device = Device::new();
+//!     let x = device.upload(&[1.0f32; 300]);
+//!     let mut y = device.alloc(300 * 4);
+//!     let kernel = double::double_f32;
+//!     let launch =
+//!         Launch { device: &device, grid: 3, threads: kernel.threads, shared_bytes: 0, arch: ArchId::Sm90, seed: 7 };
+//!     let args = double::Args { x: x.as_ref(), y: y.as_mut(), n: 300 };
+//!     (kernel.emulate)(&launch, double::Family::pack(args).as_slice())?;
+//!     assert_eq!(y.download::<f32>()?, [2.0; 300]);
+//!
+//!     // One element too many: block 2, thread 44.
+//!     let args = double::Args { x: x.as_ref(), y: y.as_mut(), n: 301 };
+//!     let fault = (kernel.emulate)(&launch, double::Family::pack(args).as_slice()).unwrap_err();
+//!     assert_eq!(fault.kind, FaultKind::OutOfBounds);
+//!     let party = fault.party.as_ref().unwrap();
+//!     assert_eq!((party.block, party.thread), (2, 44));
+//!     Ok(())
+//! }
+//! ```
+//!
+//! # What is reported
+//! A [`Fault`] names kernel, block, thread and source line, and the other thread where there is one.
+//!
+//! | fault | found |
+//! |---|---|
+//! | [`FaultKind::OutOfBounds`] | beyond a buffer's own length (also of a part of an allocation), a view of shared memory, shared memory itself; a buffer that was not passed |
+//! | [`FaultKind::Misaligned`] | vector accesses and asynchronous copies, buffers whose address does not suit their element |
+//! | [`FaultKind::Uninitialised`] | reads of bytes that nobody wrote, in shared and global memory, byte by byte |
+//! | [`FaultKind::Race`] | see below |
+//! | [`FaultKind::PendingCopy`] | any access to bytes on which an asynchronous copy is in flight |
+//! | [`FaultKind::StreamOfWritable`] | [`crate::memory::In::stream_v4`] of bytes that the launch has as an output too |
+//! | [`FaultKind::DivergentWarp`] | lanes of a warp at different operations or lines, or finished while others wait |
+//! | [`FaultKind::DivergentBarrier`] | threads at different barriers (`sync_threads`: also at different lines), part of a warp at one, threads that finished, a barrier that can never be complete |
+//! | [`FaultKind::Hang`] | a block that used up its budget of operations ([`Device::set_operation_budget`]) |
+//! | [`FaultKind::Panic`] | the kernel's own panic, arithmetic overflow included where overflow checks are on |
+//! | [`FaultKind::InvalidArgument`] | barrier ids and counts, sizes of copies, launch dimensions |
+//!
+//! **Races** are judged by what orders accesses, not by what happened to be first, so any schedule that makes both accesses
+//! shows one. Two accesses to a byte, one of them a write, are ordered if the same lane makes them, or if a barrier that both
+//! warps took part in lies between, or, within a warp, a [`crate::sync::sync_warp`]. Shuffles, votes, matches, reductions,
+//! `mma`, `ldmatrix` and [`crate::sync::converge`] order no memory. Blocks are never ordered. Atomics do not race with each
+//! other; with other accesses they do. Global memory is watched where the launch has it as an output, inputs that overlap
+//! with it included.
+//!
+//! **Asynchronous copies** are made at the latest moment that the program allows: at the issuing lane's wait for their group,
+//! where the source is read and the destination written. Until then the destination may not be touched. After it the write
+//! counts as made by the issuing lane, so that other lanes need a barrier on top. For races it also counts when issued.
+//!
+//! # What is not
+//! - Only the accesses that a run makes are judged: a branch that is not taken is not seen.
+//! - One launch at a time: launches are not checked against each other or against host copies. An output that overlaps
+//!   with another is checked as one memory.
+//! - Lanes that meet at the same line in different iterations of a loop are taken for lanes that agree, as on a GPU.
+//! - A source of an asynchronous copy that is written between issue and wait, with barriers around the write, gives the new
+//!   bytes instead of a fault.
+//! - An `ldmatrix` reads each word for the lane that receives it: a lane that itself wrote the word is taken as ordered.
+//! - After two blocks have read a word, further readers are not remembered. That hides no race, only who else takes part.
+//! - A loop that calls nothing of this crate runs for ever, and a lane that needs more than 128 KiB of stack ends the process.
+//! - A block that waits for one that has not begun hangs, which a GPU does not promise to avoid either.
+//! - Weak ordering, bank conflicts, registers, occupancy and everything the compiler does for the GPU.
+//!
+//! # Bits
+//! Conversions, `min`/`max`, `fma` and `mma` give the bits of an H200; for `mma` on every architecture. f32 arithmetic in a
+//! kernel is the host's, which differs in the bits of NaN alone: storing an f32 turns every NaN into 0x7FFFFFFF, as the GPU's
+//! instructions give it. Bits that a kernel takes from an f32 by `to_bits` are left as they are.
+//!
+//! A kernel's panic is caught by a panic hook, which this module installs at the first launch; it hands on all other panics.
 
 mod block;
 mod convert;
@@ -238,10 +331,12 @@ pub fn store_shared_v4(offset: u32, value: [u32; 4]) {
     SharedAccess { offset, at: Location::caller() }.write(bytes(value));
 }
 
+#[inline(always)]
 fn words(bytes: [u8; 16]) -> [u32; 4] {
     std::array::from_fn(|i| u32::from_le_bytes([bytes[4 * i], bytes[4 * i + 1], bytes[4 * i + 2], bytes[4 * i + 3]]))
 }
 
+#[inline(always)]
 fn bytes(words: [u32; 4]) -> [u8; 16] {
     std::array::from_fn(|i| words[i / 4].to_le_bytes()[i % 4])
 }
@@ -262,13 +357,14 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
+    #[inline(always)]
     fn storage(&self) -> Option<&Storage> {
         // SAFETY: null, or alive while the launch runs (see `Sync`).
         unsafe { self.storage.as_ref() }
     }
 
     /// The allocation, and the offset in it of `len` bytes at element `index` of `size` bytes.
-    #[inline]
+    #[inline(always)]
     fn locate(&self, block: &mut Block, index: usize, size: usize, len: usize, at: At) -> (&Storage, usize) {
         let elements = self.bytes / size;
         let Some(storage) = self.storage().filter(|_| index < elements && self.bytes - index * size >= len) else {
@@ -359,6 +455,7 @@ macro_rules! loads {
             T::read(self.access(index, Location::caller()))
         }
 
+        #[inline(always)]
         fn access(&self, index: usize, at: At) -> GlobalAccess<'_> {
             GlobalAccess { buffer: &self.buffer, index, size: size_of::<T>(), at }
         }
@@ -380,9 +477,12 @@ impl<T: RawElement> RawIn<T> {
     #[track_caller]
     pub fn stream_v4(self, index: usize) -> [u32; 4] {
         let block = block::current();
-        if self.buffer.storage().is_some_and(|storage| block.tracks(storage)) {
-            let message = format!("element {index} of a buffer in an allocation that the launch may write");
-            block.raise(FaultKind::StreamOfWritable, Location::caller(), None, message);
+        if let Some(storage) = self.buffer.storage().filter(|_| index < self.buffer.bytes / size_of::<T>()) {
+            let address = storage.address + (self.buffer.offset + index * size_of::<T>()) as u64;
+            if block.may_write(address) {
+                let message = format!("element {index}, device address {address:#x}, which the launch may write");
+                block.raise(FaultKind::StreamOfWritable, Location::caller(), None, message);
+            }
         }
         self.load_v4(index)
     }

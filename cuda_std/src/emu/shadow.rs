@@ -10,6 +10,60 @@
 use super::block::At;
 use std::ops::Range;
 
+/// Warps of a block at most.
+const WARPS: usize = 32;
+
+/// For each warp of a block, the epoch of each warp up to which accesses are ordered before what it does now. Its own entry
+/// is the epoch that it is in.
+pub(super) struct Clocks([[u32; WARPS]; WARPS]);
+
+impl Clocks {
+    pub const fn new() -> Self {
+        Clocks([[0; WARPS]; WARPS])
+    }
+
+    /// Starts a block, all of whose epochs are later than `base`.
+    pub fn begin(&mut self, base: u32) {
+        for (warp, clock) in self.0.iter_mut().enumerate() {
+            *clock = [base; WARPS];
+            clock[warp] += 1;
+        }
+    }
+
+    /// The latest epoch of any warp.
+    pub fn latest(&self) -> u32 {
+        (0..WARPS).map(|warp| self.0[warp][warp]).max().unwrap_or(0)
+    }
+
+    #[inline(always)]
+    pub fn epoch(&self, warp: usize) -> u32 {
+        self.0[warp][warp]
+    }
+
+    #[inline(always)]
+    pub fn of(&self, warp: u8) -> &[u32; WARPS] {
+        &self.0[usize::from(warp)]
+    }
+
+    /// The lanes of a warp have met.
+    pub fn sync_warp(&mut self, warp: usize) {
+        self.0[warp][warp] += 1;
+    }
+
+    /// The warps of a mask have met.
+    pub fn barrier(&mut self, warps: u32) {
+        let members = || (0..WARPS).filter(move |warp| warps & 1 << warp != 0);
+        let mut joined = [0; WARPS];
+        for warp in members() {
+            joined = std::array::from_fn(|i| joined[i].max(self.0[warp][i]));
+        }
+        for warp in members() {
+            self.0[warp] = joined;
+            self.0[warp][warp] += 1;
+        }
+    }
+}
+
 /// What an access does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -37,6 +91,7 @@ pub(super) struct Stamp {
 impl Stamp {
     const NONE: Stamp = Stamp { at: None, block: 0, epoch: 0, lanes: 0, warp: 0, kind: Kind::Read };
 
+    #[inline(always)]
     fn same_group(&self, other: &Stamp) -> bool {
         self.epoch == other.epoch
             && self.warp == other.warp
@@ -57,7 +112,7 @@ impl Stamp {
 pub(super) struct Access<'a> {
     pub stamp: Stamp,
     /// The warp's clock.
-    pub clock: &'a [u32; 32],
+    pub clock: &'a [u32; WARPS],
     /// Epochs up to this one belong to earlier blocks, whose accesses no longer count.
     pub base: u32,
     /// Whether a byte that nobody wrote may not be read.
@@ -65,13 +120,13 @@ pub(super) struct Access<'a> {
 }
 
 impl Access<'_> {
-    #[inline]
+    #[inline(always)]
     fn live(&self, stamp: &Stamp) -> bool {
         stamp.at.is_some() && stamp.epoch > self.base
     }
 
     /// Whether `stamp`, which is live, is ordered before this access.
-    #[inline]
+    #[inline(always)]
     fn follows(&self, stamp: &Stamp) -> bool {
         if stamp.block != self.stamp.block {
             false
@@ -83,13 +138,10 @@ impl Access<'_> {
     }
 
     /// Whether the two must be ordered and are not.
-    #[inline]
+    #[inline(always)]
     fn races(&self, stamp: &Stamp) -> bool {
-        let conflict = match (self.stamp.kind, stamp.kind) {
-            (Kind::Read, Kind::Read) | (Kind::Atomic, Kind::Atomic) => false,
-            _ => true,
-        };
-        conflict && self.live(stamp) && !self.follows(stamp)
+        let harmless = matches!((self.stamp.kind, stamp.kind), (Kind::Read, Kind::Read) | (Kind::Atomic, Kind::Atomic));
+        !harmless && self.live(stamp) && !self.follows(stamp)
     }
 }
 
@@ -155,7 +207,7 @@ impl Shadow {
     }
 
     /// Makes an access to `range`, which lies inside.
-    #[inline]
+    #[inline(always)]
     pub fn access(&mut self, range: Range<usize>, access: &Access<'_>) -> Result<(), Conflict> {
         if range.start.is_multiple_of(4) && range.end.is_multiple_of(4) {
             for word in range.start / 4..range.end / 4 {
@@ -215,7 +267,7 @@ impl Shadow {
 }
 
 impl Cell {
-    #[inline]
+    #[inline(always)]
     fn access(&mut self, access: &Access<'_>, lists: &mut Lists) -> Result<(), Conflict> {
         if access.live(&self.write) {
             if self.write.kind == Kind::Pending {
@@ -319,4 +371,138 @@ pub(super) struct Page {
     /// The launch whose accesses it holds.
     pub launch: u64,
     pub shadow: Shadow,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::emu::block::Random;
+    use std::panic::Location;
+
+    const LANES: usize = 3;
+    const BLOCK_WARPS: usize = 3;
+    const BLOCKS: usize = 2;
+    const BYTES: usize = 12;
+
+    /// The definition, taken literally: every access of the past, and for each lane the set of those that are ordered
+    /// before what it does next.
+    struct Past {
+        accesses: Vec<(Kind, usize, usize)>,
+        ordered: Vec<Vec<bool>>,
+    }
+
+    impl Past {
+        fn new() -> Self {
+            Past { accesses: Vec::new(), ordered: vec![Vec::new(); BLOCKS * BLOCK_WARPS * LANES] }
+        }
+
+        /// Whether an access would race with an earlier one.
+        fn races(&mut self, lane: usize, kind: Kind, start: usize, len: usize) -> bool {
+            let ordered = &mut self.ordered[lane];
+            ordered.resize(self.accesses.len(), false);
+            self.accesses.iter().zip(&*ordered).any(|(&(other, from, count), &ordered)| {
+                let overlap = start < from + count && from < start + len;
+                let harmless = kind == other && kind != Kind::Write;
+                overlap && !harmless && !ordered
+            })
+        }
+
+        fn access(&mut self, lane: usize, kind: Kind, start: usize, len: usize) {
+            self.accesses.push((kind, start, len));
+            self.ordered[lane].push(true);
+        }
+
+        fn meet(&mut self, lanes: &[usize]) {
+            let mut all = vec![false; self.accesses.len()];
+            for &lane in lanes {
+                for (all, &one) in all.iter_mut().zip(&self.ordered[lane]) {
+                    *all |= one;
+                }
+            }
+            for &lane in lanes {
+                self.ordered[lane] = all.clone();
+            }
+        }
+    }
+
+    /// Random programs: the shadow reports a race exactly when there is one.
+    #[test]
+    fn finds_every_race_and_nothing_else() {
+        let mut random = Random::new(1, 2);
+        let mut draw = move |n: usize| (random.next() >> 33) as usize % n;
+        let (mut raced, mut whole) = (0, 0);
+        let mut shadow = Shadow::new();
+        let mut base = 0;
+        for program in 0..30_000 {
+            // Some programs go on in the shadow of the one before, as a block follows another.
+            let blocks = 1 + program / 2 % BLOCKS;
+            if program % 2 == 0 {
+                shadow.clear(BYTES);
+                base = 0;
+            } else {
+                shadow.next_block(BYTES);
+            }
+            let mut clocks: Vec<Clocks> = (0..blocks).map(|_| Clocks::new()).collect();
+            for clocks in &mut clocks {
+                clocks.begin(base);
+            }
+            let mut past = Past::new();
+            // Programs with many barriers, with few, with many writes, with few.
+            let (barriers, writes) = (1 + draw(12), 1 + draw(12));
+            for step in 0..80 {
+                let (block, warp, lane) = (draw(blocks), draw(BLOCK_WARPS), draw(LANES));
+                let lane_of = |warp: usize, lane: usize| (block * BLOCK_WARPS + warp) * LANES + lane;
+                match draw(16) {
+                    0 if draw(barriers) > 0 => {
+                        clocks[block].sync_warp(warp);
+                        past.meet(&[0, 1, 2].map(|lane| lane_of(warp, lane)));
+                        continue;
+                    }
+                    1..4 if draw(barriers) > 0 => {
+                        let other = draw(BLOCK_WARPS);
+                        let mask = if draw(2) == 0 { 7 } else { 1 << warp | 1 << other };
+                        clocks[block].barrier(mask);
+                        let members = (0..BLOCK_WARPS).filter(|warp| mask & 1 << warp != 0);
+                        let lanes: Vec<_> = members.flat_map(|w| (0..LANES).map(move |l| (w, l))).collect();
+                        past.meet(&lanes.iter().map(|&(warp, lane)| lane_of(warp, lane)).collect::<Vec<_>>());
+                        continue;
+                    }
+                    _ => {}
+                }
+                let kind = match draw(16) {
+                    n if n < writes => Kind::Write,
+                    15 => Kind::Atomic,
+                    _ => Kind::Read,
+                };
+                let len = [1, 2, 4, 8][draw(4)];
+                let start = draw(BYTES / len) * len;
+                let races = past.races(lane_of(warp, lane), kind, start, len);
+                // Most races are left out, so that programs get long.
+                if races && draw(8) > 0 {
+                    continue;
+                }
+                let epoch = clocks[block].epoch(warp);
+                let stamp = Stamp {
+                    at: Some(Location::caller()),
+                    block: block as u32,
+                    epoch,
+                    lanes: 1 << lane,
+                    warp: warp as u8,
+                    kind,
+                };
+                let access = Access { stamp, clock: clocks[block].of(warp as u8), base, written_only: false };
+                let found = shadow.access(start..start + len, &access).is_err();
+                assert_eq!(found, races, "program {program} step {step}");
+                if races {
+                    raced += 1;
+                    break;
+                }
+                past.access(lane_of(warp, lane), kind, start, len);
+                whole += usize::from(step == 79);
+            }
+            base = clocks.iter().map(Clocks::latest).max().unwrap_or(0);
+        }
+        // Both outcomes are common.
+        assert!(raced > 1_000 && whole > 1_000, "{raced} {whole}");
+    }
 }

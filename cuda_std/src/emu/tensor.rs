@@ -52,9 +52,10 @@ fn output(a: &Vector, b: &Vector, c: f32) -> f32 {
     if !(a.finite && b.finite && c.is_finite()) {
         return special(a, b, c);
     }
+    // Wrapping additions, since overflow checks would keep the loops from being vectorised; nothing can overflow.
     let mut emax = i16::MIN;
     for k in 0..K {
-        emax = emax.max(a.exponent[k] + b.exponent[k]);
+        emax = emax.max(a.exponent[k].wrapping_add(b.exponent[k]));
     }
     if c != 0.0 {
         emax = emax.max((c.to_bits() >> 23 & 0xFF).max(1) as i16 - 127);
@@ -67,7 +68,8 @@ fn output(a: &Vector, b: &Vector, c: f32) -> f32 {
     let mut sums = [0i32; 4];
     for k in 0..K {
         // SAFETY: finite and below 2^27 by the line above.
-        sums[k % 4] += unsafe { (a.value[k] * b.value[k] * scale).to_int_unchecked::<i32>() };
+        let term = unsafe { (a.value[k] * b.value[k] * scale).to_int_unchecked::<i32>() };
+        sums[k % 4] = sums[k % 4].wrapping_add(term);
     }
     let mut sum = (f64::from(c) * scale) as i64;
     for part in sums {

@@ -7,8 +7,8 @@
 
 use super::scale::round_up;
 
-/// k of a chunk: one 16-byte load of codes for each of four lanes.
-pub const CHUNK: usize = 128;
+/// k that a warp takes from memory at a time: two chunks.
+pub const SEGMENT: usize = 256;
 
 /// Position of element `k` of a row.
 #[inline(always)]
@@ -16,10 +16,10 @@ pub const fn position(k: usize) -> usize {
     k & !3 | (k & 1) << 1 | (k >> 1) & 1
 }
 
-/// Elements of a stored row of `k` elements: whole chunks, zeros behind the last element.
+/// Elements of a stored row of `k` elements: whole segments, zeros behind the last element.
 #[inline(always)]
 pub const fn row_stride(k: usize) -> usize {
-    round_up(k, CHUNK)
+    round_up(k, SEGMENT)
 }
 
 #[cfg(test)]
@@ -29,7 +29,7 @@ mod tests {
     #[test]
     fn positions_written_by_hand() {
         assert_eq!([0, 1, 2, 3, 4, 5, 6, 7].map(position), [0, 2, 1, 3, 4, 6, 5, 7]);
-        assert_eq!((row_stride(16), row_stride(128), row_stride(130)), (128, 128, 256));
+        assert_eq!((row_stride(16), row_stride(256), row_stride(130)), (256, 256, 256));
     }
 
     #[test]
