@@ -439,8 +439,7 @@ impl Run<'_> {
         }
         let distance = self.batch.expected.as_ref().map(|expected| Distance::of(&floats(&result.out), expected));
         if let Some(Distance { unlike, rel_l2, .. }) = distance {
-            // Written so that NaN is no agreement.
-            if !(rel_l2 <= MAX_REL_L2) {
+            if rel_l2.is_nan() || rel_l2 > MAX_REL_L2 {
                 agrees = false;
                 messages.push(format!("further than {MAX_REL_L2} (relative L2) from the reference"));
             }

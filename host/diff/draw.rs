@@ -155,7 +155,7 @@ fn extreme(case: &mut Case, random: &mut Random) {
             case.x[token * hidden + k] = bf16(random.signed(if tiny { 1e-3 } else { largest }));
         }
     }
-    case.fill_scales(|| (0x70 + random.below(0x0f) | (random.below(2) << 7)) as u8);
+    case.fill_scales(|| ((0x70 + random.below(0x0f)) | (random.below(2) << 7)) as u8);
     let experts = case.shape.experts;
     for expert in 0..experts {
         let alpha = [1.0, 1e-3, 1e-38, 1e30][expert % 4];

@@ -60,7 +60,7 @@ fn e4m3_encode_body<A: Arch>(x: In<f32>, codes: Out<u8>, n: u32) {
         // Either half of the packed form has its turn.
         let value = x.load(i);
         let code =
-            if i % 2 == 0 { cvt::f32x2_to_e4m3x2::<A>(value, 1.0) } else { cvt::f32x2_to_e4m3x2::<A>(1.0, value) >> 8 };
+            if i.is_multiple_of(2) { cvt::f32x2_to_e4m3x2::<A>(value, 1.0) } else { cvt::f32x2_to_e4m3x2::<A>(1.0, value) >> 8 };
         codes.store(i, code as u8);
     }
 }
@@ -85,7 +85,7 @@ fn e4m3_decode_body<T: Activation, A: Arch>(codes: In<u8>, y: Out<f32>, n: u32) 
     let i = element();
     if i < n as usize {
         let code = codes.load(i) as u16;
-        let pair = if i % 2 == 0 { T::scales::<A>(code)[0] } else { T::scales::<A>(code << 8)[1] };
+        let pair = if i.is_multiple_of(2) { T::scales::<A>(code)[0] } else { T::scales::<A>(code << 8)[1] };
         y.store(i, T::widen(pair as u16));
     }
 }
