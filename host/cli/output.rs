@@ -38,6 +38,9 @@ pub fn say_json(value: &impl Serialize) {
 /// An empty table with the given column heads: a line below the heads and no other.
 pub fn table<const N: usize>(heads: [&str; N]) -> Table {
     let mut table = Table::new();
+    if !console::colors_enabled() {
+        table.force_no_tty();
+    }
     table
         .load_preset(presets::NOTHING)
         .set_style(TableComponent::HeaderLines, '─')

@@ -59,8 +59,11 @@ fn e4m3_encode_body<A: Arch>(x: In<f32>, codes: Out<u8>, n: u32) {
     if i < n as usize {
         // Either half of the packed form has its turn.
         let value = x.load(i);
-        let code =
-            if i.is_multiple_of(2) { cvt::f32x2_to_e4m3x2::<A>(value, 1.0) } else { cvt::f32x2_to_e4m3x2::<A>(1.0, value) >> 8 };
+        let code = if i.is_multiple_of(2) {
+            cvt::f32x2_to_e4m3x2::<A>(value, 1.0)
+        } else {
+            cvt::f32x2_to_e4m3x2::<A>(1.0, value) >> 8
+        };
         codes.store(i, code as u8);
     }
 }
