@@ -87,9 +87,7 @@ pub fn check(shape: &LayerShape, options: &LayerOptions) -> Result<()> {
 struct Parts {
     entry_count: usize,
     entries: usize,
-    slot_pairs: usize,
-    slot_tokens: usize,
-    slot_scales: usize,
+    slots: usize,
     x_permuted: usize,
     h: usize,
     y: usize,
@@ -101,9 +99,7 @@ pub(crate) struct Table<'a> {
     pub status: DeviceMut<'a, u32>,
     pub entry_count: DeviceMut<'a, u32>,
     pub entries: DeviceMut<'a, u32>,
-    pub slot_pairs: DeviceMut<'a, i32>,
-    pub slot_tokens: DeviceMut<'a, u32>,
-    pub slot_scales: DeviceMut<'a, f32>,
+    pub slots: DeviceMut<'a, u32>,
     pub x_permuted: DeviceMut<'a, u16>,
     pub h: DeviceMut<'a, u16>,
     pub y: DeviceMut<'a, f32>,
@@ -293,15 +289,13 @@ impl Plan {
         let LayerShape { hidden, intermediate, output, experts, top_k } = self.shape;
         let pairs = self.max_tokens * top_k;
         let entries = route_prep::max_entries(pairs, experts);
-        let slots = entries * route_prep::ENTRY_SLOTS as usize;
+        let slots = entries * (route_prep::ENTRY_SLOTS * route_prep::SLOT_WORDS) as usize;
         let (memory, at) = (workspace.memory(), self.parts);
         Table {
             status: memory.part(0, 1),
             entry_count: memory.part(at.entry_count, 1),
             entries: memory.part(at.entries, entries * route_prep::RECORD_WORDS as usize),
-            slot_pairs: memory.part(at.slot_pairs, slots),
-            slot_tokens: memory.part(at.slot_tokens, slots),
-            slot_scales: memory.part(at.slot_scales, slots),
+            slots: memory.part(at.slots, slots),
             x_permuted: memory.part(at.x_permuted, self.max_tokens * row_stride(hidden)),
             h: memory.part(at.h, pairs * row_stride(intermediate)),
             y: memory.part(at.y, pairs * output),
@@ -314,7 +308,7 @@ impl Parts {
     fn of(shape: &LayerShape, max_tokens: usize) -> Option<Self> {
         let pairs = max_tokens.checked_mul(shape.top_k)?;
         let entries = route_prep::max_entries(pairs, shape.experts);
-        let slots = entries * route_prep::ENTRY_SLOTS as usize;
+        let slots = entries * (route_prep::ENTRY_SLOTS * route_prep::SLOT_WORDS) as usize;
         let mut end = 0usize;
         let mut part = |elements: usize, bytes: usize| {
             let at = end;
@@ -325,12 +319,10 @@ impl Parts {
         part(1, 4)?;
         let entry_count = part(1, 4)?;
         let entries = part(entries * route_prep::RECORD_WORDS as usize, 4)?;
-        let slot_pairs = part(slots, 4)?;
-        let slot_tokens = part(slots, 4)?;
-        let slot_scales = part(slots, 4)?;
+        let slots = part(slots, 4)?;
         let x_permuted = part(max_tokens.checked_mul(row_stride(shape.hidden))?, 2)?;
         let h = part(pairs.checked_mul(row_stride(shape.intermediate))?, 2)?;
         let y = part(pairs.checked_mul(shape.output)?, 4)?;
-        Some(Parts { entry_count, entries, slot_pairs, slot_tokens, slot_scales, x_permuted, h, y, end })
+        Some(Parts { entry_count, entries, slots, x_permuted, h, y, end })
     }
 }

@@ -216,8 +216,7 @@ impl Gpu {
 }
 
 fn load_module(name: &str, ptx: &str) -> Result<sys::CUmodule> {
-    let text =
-        CString::new(ptx).map_err(|_| Error::NoGpu(format!("the {} module is damaged", name)))?;
+    let text = CString::new(ptx).map_err(|_| Error::NoGpu(format!("the {} module is damaged", name)))?;
     let mut log = vec![0u8; 8192];
     use sys::CUjit_option_enum as o;
     let mut options = [o::CU_JIT_ERROR_LOG_BUFFER, o::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];

@@ -8,7 +8,7 @@
 use crate::dequant::Activation;
 use crate::layout::permute::{position, row_stride};
 use crate::layout::tile::tile_row;
-use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS};
+use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS, SLOT_WORDS};
 use crate::schedule::{Schedule, Unit};
 use crate::status;
 use crate::stream::{ROWS, Ring, SEGMENT, Weights};
@@ -42,12 +42,10 @@ kernels! {
     pub mod fc1(
         /// `[1]` number of entries.
         entry_count: In<u32>,
-        /// [entries, 4] expert, pairs, alpha of up, alpha of gate.
+        /// [entries, RECORD_WORDS] records.
         entries: In<u32>,
-        /// [entries, 8] pair of each slot.
-        slot_pairs: In<i32>,
-        /// [entries, 8] token of each slot.
-        slot_tokens: In<u32>,
+        /// [entries, 8, SLOT_WORDS] slots.
+        slots: In<u32>,
         /// [M, row_stride(hidden)] activations in tensor-core order.
         x: In<u16>,
         /// [E, 2·intermediate, hidden/2] codes: up rows, then gate rows.
@@ -80,8 +78,7 @@ kernels! {
 fn body<T: Activation, A: Arch, const SPLIT: u32>(
     entry_count: In<u32>,
     entries: In<u32>,
-    slot_pairs: In<i32>,
-    slot_tokens: In<u32>,
+    slots: In<u32>,
     x: In<u16>,
     w13: In<u8>,
     s13: In<u8>,
@@ -139,7 +136,7 @@ fn body<T: Activation, A: Arch, const SPLIT: u32>(
 
     let (g, t) = (lane() / 4, lane() % 4);
     let stride = row_stride(hidden as usize);
-    let token_of = |unit: Unit| slot_tokens.load((unit.entry * ENTRY_SLOTS + g) as usize);
+    let token_of = |unit: Unit| slots.load(((unit.entry * ENTRY_SLOTS + g) * SLOT_WORDS + 1) as usize);
     let start_of = |token: u32| token as usize * stride + (begin * SEGMENT + t * 32) as usize;
     // Activations are loaded one step before they are used, the token that they belong to one unit before.
     let mut unit = first;
@@ -204,7 +201,7 @@ fn body<T: Activation, A: Arch, const SPLIT: u32>(
             macro_rules! finish {
                 ($up:expr, $gate:expr, $slot:expr) => {
                     if $slot < count {
-                        let pair = slot_pairs.load((entry * ENTRY_SLOTS + $slot) as usize) as usize;
+                        let pair = slots.load(((entry * ENTRY_SLOTS + $slot) * SLOT_WORDS) as usize) as usize;
                         let value = swiglu(f32::from_bits(up) * $up, f32::from_bits(gate) * $gate, limit);
                         let bits = T::round(value);
                         overflow |= !T::BF16 && value.abs() < f32::INFINITY && bits & 0x7FFF == 0x7C00;

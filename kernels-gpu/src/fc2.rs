@@ -6,7 +6,7 @@
 use crate::dequant::Activation;
 use crate::layout::permute::row_stride;
 use crate::layout::tile::tile_row;
-use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS};
+use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS, SLOT_WORDS};
 use crate::schedule::{Schedule, Unit};
 use crate::stream::{ROWS, Ring, SEGMENT, Weights};
 use crate::tensor::{columns, multiply};
@@ -31,12 +31,10 @@ kernels! {
     pub mod fc2(
         /// `[1]` number of entries.
         entry_count: In<u32>,
-        /// [entries, 4] expert, pairs, …
+        /// [entries, RECORD_WORDS] records.
         entries: In<u32>,
-        /// [entries, 8] pair of each slot.
-        slot_pairs: In<i32>,
-        /// [entries, 8] alpha2 · weight of each slot.
-        slot_scales: In<f32>,
+        /// [entries, 8, SLOT_WORDS] slots.
+        slots: In<u32>,
         /// [M·top_k, row_stride(intermediate)] activations in tensor-core order.
         h: In<u16>,
         /// [E, output, intermediate/2] codes.
@@ -65,8 +63,7 @@ kernels! {
 fn body<T: Activation, A: Arch, const WARPS: u32>(
     entry_count: In<u32>,
     entries: In<u32>,
-    slot_pairs: In<i32>,
-    slot_scales: In<f32>,
+    slots: In<u32>,
     h: In<u16>,
     w2: In<u8>,
     s2: In<u8>,
@@ -120,13 +117,9 @@ fn body<T: Activation, A: Arch, const WARPS: u32>(
 
     let (g, t) = (lane() / 4, lane() % 4);
     let stride = row_stride(intermediate as usize);
-    // Slots without a pair read the entry's first pair; their columns are never stored.
-    let pair_of = |unit: Unit| {
-        let slots = (unit.entry * ENTRY_SLOTS) as usize;
-        let pair = slot_pairs.load(slots + g as usize);
-        if pair < 0 { slot_pairs.load(slots) as usize } else { pair as usize }
-    };
-    let start_of = |pair: usize| pair * stride + t as usize * 32;
+    // Slots without a pair read another of the same expert; their columns are never stored.
+    let pair_of = |unit: Unit| slots.load(((unit.entry * ENTRY_SLOTS + g) * SLOT_WORDS + 3) as usize);
+    let start_of = |pair: u32| pair as usize * stride + t as usize * 32;
     // Activations are loaded one step before they are used, the pair that they belong to one unit before.
     let mut unit = first;
     let mut at = 0;
@@ -163,14 +156,14 @@ fn body<T: Activation, A: Arch, const WARPS: u32>(
             x_next[1] = columns(h, at + SEGMENT as usize / 2);
         }
 
-        let slots = (unit.entry * ENTRY_SLOTS) as usize;
+        let alpha = f32::from_bits(entries.load((unit.entry * RECORD_WORDS + 4) as usize));
         let (upper, lower) = (row_of(unit, g), row_of(unit, g + 8));
         macro_rules! finish {
             ($upper:expr, $lower:expr, $slot:expr) => {
-                let to = slot_pairs.load(slots + $slot as usize);
-                if to >= 0 {
-                    let scale = slot_scales.load(slots + $slot as usize);
-                    let to = to as usize * output as usize;
+                let [pair, _, weight, _] = slots.load_v4(((unit.entry * ENTRY_SLOTS + $slot) * SLOT_WORDS) as usize);
+                if pair != u32::MAX {
+                    let scale = alpha * f32::from_bits(weight);
+                    let to = pair as usize * output as usize;
                     if upper < output {
                         y.store(to + upper as usize, scale * $upper);
                     }

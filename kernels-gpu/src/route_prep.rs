@@ -22,8 +22,11 @@ use cuda_std::{sync, warp as lanes};
 pub const THREADS: u32 = 1024;
 /// Pairs of one entry: columns of an mma.
 pub const ENTRY_SLOTS: u32 = 8;
-/// Words of an entry's record: expert, number of pairs, alpha of up, alpha of gate.
-pub const RECORD_WORDS: u32 = 4;
+/// Words of an entry's record: expert, number of pairs, alpha1 of up, alpha1 of gate, alpha2, and three unused.
+pub const RECORD_WORDS: u32 = 8;
+/// Words of a slot: its pair (-1 as u32 for none), token, weight, and a pair of the same expert to read where there is none. One
+/// 16-byte store: scattered stores of one block are what this kernel's time consists of.
+pub const SLOT_WORDS: u32 = 4;
 
 /// Most entries that `pairs` pairs over `experts` experts can have.
 pub const fn max_entries(pairs: usize, experts: usize) -> usize {
@@ -70,12 +73,8 @@ kernels! {
         entry_count: Out<u32>,
         /// [entries, RECORD_WORDS] records.
         entries: Out<u32>,
-        /// [entries, 8] pair of each slot, -1 for none.
-        slot_pairs: Out<i32>,
-        /// [entries, 8] token of each slot, 0 where there is none.
-        slot_tokens: Out<u32>,
-        /// [entries, 8] alpha2 · weight of each slot.
-        slot_scales: Out<f32>,
+        /// [entries, 8, SLOT_WORDS] slots.
+        slots: Out<u32>,
         /// [M, row_stride(hidden)] reordered activations.
         x_permuted: Out<u16>,
         /// [M·top_k, row_stride(intermediate)] the next kernel's output, whose padding is zeroed here.
@@ -110,9 +109,7 @@ fn body<X: Activation, T: Activation, A: Arch>(
     x: In<u16>,
     entry_count: Out<u32>,
     entries: Out<u32>,
-    slot_pairs: Out<i32>,
-    slot_tokens: Out<u32>,
-    slot_scales: Out<f32>,
+    slots: Out<u32>,
     x_permuted: Out<u16>,
     h: Out<u16>,
     status: Out<u32>,
@@ -124,8 +121,8 @@ fn body<X: Activation, T: Activation, A: Arch>(
     warps: u32,
 ) {
     if block_idx() == 0 {
-        let table = Table { entries, slot_pairs, slot_tokens, slot_scales };
-        build_table(topk_ids, topk_weights, alpha1, alpha2, entry_count, table, status, tokens, top_k, experts, warps);
+        let table = Table { entries, slots, alpha1, alpha2 };
+        build_table(topk_ids, topk_weights, entry_count, table, status, tokens, top_k, experts, warps);
     } else {
         let live = |token: u32| {
             let mut slot = 0;
@@ -142,9 +139,9 @@ fn body<X: Activation, T: Activation, A: Arch>(
 #[derive(Clone, Copy)]
 struct Table {
     entries: Out<u32>,
-    slot_pairs: Out<i32>,
-    slot_tokens: Out<u32>,
-    slot_scales: Out<f32>,
+    slots: Out<u32>,
+    alpha1: In<f32>,
+    alpha2: In<f32>,
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -152,8 +149,6 @@ struct Table {
 fn build_table(
     topk_ids: In<i32>,
     topk_weights: In<f32>,
-    alpha1: In<f32>,
-    alpha2: In<f32>,
     entry_count: Out<u32>,
     table: Table,
     status: Out<u32>,
@@ -186,7 +181,7 @@ fn build_table(
 
     let mut held = Group::new(first_id, experts);
     if counting {
-        held.load_values(topk_weights, alpha1, alpha2, begin);
+        held.load_weight(topk_weights, begin);
         let mut bad = false;
         let mut group = held;
         let mut at = begin;
@@ -279,7 +274,7 @@ fn build_table(
             at += 32;
             if at < end {
                 group = Group::new(load_id(topk_ids, at, end), experts);
-                group.load_values(topk_weights, alpha1, alpha2, at);
+                group.load_weight(topk_weights, at);
             }
         }
     }
@@ -300,10 +295,8 @@ struct Group {
     bad: bool,
     /// Lanes with the same expert.
     peers: u32,
-    /// alpha2 and the pair's weight. Multiplied when they are stored: until then nobody waits for the loads.
-    scales: [f32; 2],
-    /// alpha1, bits of up and gate.
-    alpha1: [u32; 2],
+    /// Weight of this lane's pair.
+    weight: f32,
 }
 
 impl Group {
@@ -315,17 +308,14 @@ impl Group {
             valid: expert < experts,
             bad: id >= 0 && expert >= experts,
             peers: lanes::match_any(expert),
-            scales: [0.0; 2],
-            alpha1: [0; 2],
+            weight: 0.0,
         }
     }
 
     #[inline(always)]
-    fn load_values(&mut self, topk_weights: In<f32>, alpha1: In<f32>, alpha2: In<f32>, at: u32) {
+    fn load_weight(&mut self, topk_weights: In<f32>, at: u32) {
         if self.valid {
-            let expert = self.expert as usize;
-            self.scales = [alpha2.load(expert), topk_weights.load((at + lane()) as usize)];
-            self.alpha1 = [alpha1.load(2 * expert).to_bits(), alpha1.load(2 * expert + 1).to_bits()];
+            self.weight = topk_weights.load((at + lane()) as usize);
         }
     }
 
@@ -339,21 +329,22 @@ impl Group {
     /// record too, the last pair of an expert the unused slots.
     #[inline(always)]
     fn place(&self, table: Table, pair: u32, token: u32, rank: u32, total: u32, entry: u32) {
-        let slot = (entry * ENTRY_SLOTS + rank % ENTRY_SLOTS) as usize;
-        table.slot_pairs.store(slot, pair as i32);
-        table.slot_tokens.store(slot, token);
-        table.slot_scales.store(slot, self.scales[0] * self.scales[1]);
-        if rank % ENTRY_SLOTS == 0 {
-            let count = (total - rank).min(ENTRY_SLOTS);
-            let record = [self.expert, count, self.alpha1[0], self.alpha1[1]];
-            table.entries.store_v4((entry * RECORD_WORDS) as usize, record);
+        let slot_of = |number: u32| ((entry * ENTRY_SLOTS + number) * SLOT_WORDS) as usize;
+        let number = rank % ENTRY_SLOTS;
+        table.slots.store_v4(slot_of(number), [pair, token, self.weight.to_bits(), pair]);
+        if number == 0 {
+            let expert = self.expert as usize;
+            let up = table.alpha1.load(2 * expert).to_bits();
+            let gate = table.alpha1.load(2 * expert + 1).to_bits();
+            let down = table.alpha2.load(expert).to_bits();
+            let record = (entry * RECORD_WORDS) as usize;
+            table.entries.store_v4(record, [self.expert, (total - rank).min(ENTRY_SLOTS), up, gate]);
+            table.entries.store_v4(record + 4, [down, 0, 0, 0]);
         }
         if rank + 1 == total {
-            let mut unused = slot + 1;
-            while unused % ENTRY_SLOTS as usize != 0 {
-                table.slot_pairs.store(unused, -1);
-                table.slot_tokens.store(unused, 0);
-                table.slot_scales.store(unused, 0.0);
+            let mut unused = number + 1;
+            while unused < ENTRY_SLOTS {
+                table.slots.store_v4(slot_of(unused), [u32::MAX, token, 0, pair]);
                 unused += 1;
             }
         }

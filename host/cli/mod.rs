@@ -1,0 +1,57 @@
+//! The commands of `megamoe`, one file each, and what they print.
+//!
+//! Exit codes: 0, everything ran and agreed; 1, a disagreement or a back end that failed; 2, bad input. Errors go to stderr.
+
+mod backend;
+mod bench;
+mod output;
+mod run;
+
+use clap::{Parser, Subcommand};
+use megamoe::Error;
+use std::process::ExitCode;
+
+/// Mixture-of-experts layers for NVIDIA GPUs whose kernels are Rust, on GPU, emulator and CPU.
+#[derive(Debug, Parser)]
+#[command(version, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run a layer of a checkpoint on several back ends and compare the results.
+    Run(run::Args),
+    /// Time layers on a GPU.
+    Bench(bench::Args),
+}
+
+/// What a command that ran to its end has found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Verdict {
+    Agreed,
+    Disagreed,
+}
+
+pub fn main() -> ExitCode {
+    // Bad usage exits with 2, as bad input does.
+    let cli = Cli::parse();
+    let verdict = match cli.command {
+        Command::Run(args) => run::run(&args),
+        Command::Bench(args) => bench::run(&args),
+    };
+    match verdict {
+        Ok(Verdict::Agreed) => ExitCode::SUCCESS,
+        Ok(Verdict::Disagreed) => ExitCode::from(1),
+        Err(error) => {
+            output::complain(&error);
+            ExitCode::from(if is_bad_input(&error) { 2 } else { 1 })
+        }
+    }
+}
+
+/// Whether the user can do something about it, as opposed to a kernel or a driver that failed.
+fn is_bad_input(error: &Error) -> bool {
+    !matches!(error, Error::Driver { .. } | Error::Fault(_) | Error::Status { .. })
+}
