@@ -55,7 +55,7 @@ impl Default for Case {
 }
 
 impl Case {
-    /// The plain probe: exact in every format. In each expert gate = 32 and up = 4 in row 0, h[0] = 128, out[0] = 128 and
+    /// The plain probe: exact in every format. In each expert gate = 32 and up = 4 in row 0, `h[0]` = 128, `out[0]` = 128 and
     /// all other outputs are 0. One token on expert 1 with weight 1.
     pub fn new() -> Self {
         Case::with_shape(SHAPE, 1)
