@@ -1,7 +1,7 @@
 //! An NVFP4 layer on a device: weights uploaded once, plans that know their workspace, and the forward pass.
 
 use crate::device::{Buffer, DeviceHandle, launch};
-use crate::error::{Error, Result, check_at_least};
+use crate::error::{Error, Result, check_at_least, check_len};
 use crate::formats::Nvfp4Experts;
 use crate::plan::Plan;
 use crate::types::{LayerOptions, LayerShape};
@@ -70,7 +70,8 @@ impl Layer {
         Ok(Layer { shape, options, weights: Arc::new(weights) })
     }
 
-    /// From buffers that are on the device already. Errors name the buffer and the needed and given length.
+    /// From buffers that are on the device already. Errors name the buffer and the needed and given length; a longer one is refused
+    /// too, as its experts would lie elsewhere.
     #[allow(clippy::too_many_arguments)]
     pub fn from_buffers(
         shape: LayerShape,
@@ -84,12 +85,12 @@ impl Layer {
     ) -> Result<Self> {
         crate::plan::check(&shape, &options)?;
         let needed = WeightLengths::of(&shape)?;
-        check_at_least("w13", w13.len(), needed.w13)?;
-        check_at_least("s13", s13.len(), needed.s13)?;
-        check_at_least("alpha1", alpha1.len(), needed.alpha1)?;
-        check_at_least("w2", w2.len(), needed.w2)?;
-        check_at_least("s2", s2.len(), needed.s2)?;
-        check_at_least("alpha2", alpha2.len(), needed.alpha2)?;
+        check_len("w13", w13.len(), needed.w13)?;
+        check_len("s13", s13.len(), needed.s13)?;
+        check_len("alpha1", alpha1.len(), needed.alpha1)?;
+        check_len("w2", w2.len(), needed.w2)?;
+        check_len("s2", s2.len(), needed.s2)?;
+        check_len("alpha2", alpha2.len(), needed.alpha2)?;
         let weights = Weights { device: w13.device().clone(), w13, s13, alpha1, w2, s2, alpha2 };
         Ok(Layer { shape, options, weights: Arc::new(weights) })
     }

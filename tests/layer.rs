@@ -1,42 +1,369 @@
-//! The whole NVFP4 layer: kernels on the emulator against the exact reference, bit for bit.
+//! The whole NVFP4 layer: kernels on every device against the exact reference, bit for bit.
 
+mod common;
+
+use common::{any_emulator, assert_same, devices, difference, emulator, gpu, scale};
 use cuda_std::arch::ArchId;
-use megamoe::device::{DeviceHandle, Emulator, EmulatorOptions};
-use megamoe::diff::Case;
+use megamoe::device::{Buffer, DeviceHandle};
+use megamoe::diff::{Case, DeviceCase, Family, Random, draw};
+use megamoe::layer::{Hidden, Inputs, Layer};
 use megamoe::plan::{Fc2Warps, Variant};
-use megamoe::reference::Mode;
-use megamoe::{Activation, LayerShape, Order, Split, XType};
+use megamoe::reference::{LayerResult, Mode, Status};
+use megamoe::workspace::Workspace;
+use megamoe::{Activation, LayerShape, Order, Split};
 
-fn emulator(arch: ArchId, seed: u64) -> DeviceHandle {
-    Emulator::with_options(EmulatorOptions { arch, seed, multiprocessors: 1 })
+const fn shape(hidden: usize, intermediate: usize, output: usize, experts: usize, top_k: usize) -> LayerShape {
+    LayerShape { hidden, intermediate, output, experts, top_k }
+}
+
+/// Kinds of shapes that models and their tensor-parallel shards have, scaled down, with numbers of tokens. Hidden and intermediate
+/// sizes on and off 128 and 256, rows that are no multiple of 16 bytes, one to eleven segments of 256 k, outputs that are
+/// no multiple of 4 or 16, and experts with more than eight pairs.
+const SHAPES: [(LayerShape, usize); 17] = [
+    (shape(16, 16, 1, 1, 1), 1),
+    (shape(48, 48, 17, 3, 2), 5),
+    (shape(144, 16, 144, 5, 3), 7),
+    (shape(256, 80, 100, 5, 2), 9),
+    (shape(272, 96, 17, 3, 8), 6),
+    (shape(512, 160, 100, 5, 1), 3),
+    (shape(528, 48, 528, 3, 2), 3),
+    (shape(1040, 32, 17, 1, 1), 11),
+    (shape(1152, 80, 1, 5, 4), 1),
+    (shape(2880, 16, 40, 5, 2), 2),
+    (shape(16, 16, 2880, 2, 1), 4),
+    (shape(144, 320, 17, 3, 1), 2),
+    (shape(48, 704, 33, 3, 1), 2),
+    (shape(48, 16, 17, 160, 8), 12),
+    (shape(32, 16, 8, 5, 32), 6),
+    (shape(80, 32, 24, 5, 22), 4),
+    (shape(32, 16, 20, 3, 1), 40),
+];
+
+/// Number of combinations that [`variant`] tells apart.
+const VARIANTS: usize = 3 * 4 * 4;
+
+/// Sets activation, type of x and split, and gives the rest of variant `number`. The numbers from 0 to `VARIANTS` are all there are.
+fn variant(case: Case, number: usize) -> (Case, Variant) {
+    let mut case = if number % 3 == 2 { case.x_as_f16() } else { case };
+    case.options.activation = if number % 3 == 0 { Activation::Bf16 } else { Activation::F16 };
+    case.options.order = Order::Seed { split: Split::ALL[number / 3 % 4] };
+    (case, Variant { fc2_warps: Fc2Warps::ALL[number / 12 % 4] })
 }
 
 #[track_caller]
-fn check(case: &Case, device: &DeviceHandle) {
-    let expected = case.run(Mode::Exact).unwrap();
-    let got = case.run_on(device).unwrap();
-    let different = (0..expected.out.len()).find(|&i| expected.out[i] != got.out[i]);
-    if let Some(i) = different {
-        let (token, column) = (i / case.shape.output, i % case.shape.output);
-        panic!("token {token}, column {column}: {:#06x}, not {:#06x}", got.out[i], expected.out[i]);
+fn check_variant(case: Case, number: usize, device: &DeviceHandle, what: &str) {
+    let (mut case, variant) = variant(case, number);
+    // One case in three is clamped.
+    case.options.limit = (number % 7 < 2).then_some(0.5);
+    let wanted = case.run(Mode::Exact).unwrap();
+    let got = DeviceCase::new(&case, device, variant).and_then(|on_device| on_device.run()).unwrap_or_else(|error| {
+        panic!("{what}, {:?}, {variant:?}, {:?}: {error}", case.options, case.shape);
+    });
+    assert_same(&format!("{what}, {:?}, {variant:?}", case.options), &case.shape, &wanted, &got);
+}
+
+/// Every shape with data of `family`. Variants and emulated devices go by turns, so that each shape meets others in each family;
+/// the GPU gets every variant.
+fn every_shape(family: Family) {
+    let turn = Family::ALL.iter().position(|&f| f == family).unwrap();
+    for (i, (shape, tokens)) in SHAPES.into_iter().enumerate() {
+        let number = turn * SHAPES.len() + i;
+        let case = draw(family, shape, tokens, number as u64);
+        // 11 is prime to the number of variants.
+        check_variant(case, 11 * number, &any_emulator(number), &format!("{family} on emulator {number}"));
     }
-    assert_eq!(expected.status, got.status);
-}
-
-#[test]
-fn probe() {
-    check(&Case::new(), &emulator(ArchId::Sm90, 1));
-}
-
-#[test]
-fn every_split_and_activation_on_random_data() {
-    let shape = LayerShape { hidden: 272, intermediate: 48, output: 40, experts: 5, top_k: 3 };
-    for activation in [Activation::Bf16, Activation::F16] {
-        for split in Split::ALL {
-            let mut case = Case::random(shape, 7, 3);
-            case.options.activation = activation;
-            case.options.order = Order::Seed { split };
-            check(&case, &emulator(ArchId::Sm90, 2));
+    let Some(gpu) = gpu() else { return };
+    for (i, (shape, tokens)) in SHAPES.into_iter().enumerate() {
+        for number in 0..VARIANTS {
+            let tokens = tokens + number * 3 % 17;
+            let case = draw(family, shape, tokens, (i * VARIANTS + number) as u64);
+            check_variant(case, number, &gpu, &format!("{family} {number}"));
         }
+    }
+}
+
+#[test]
+fn random_data() {
+    every_shape(Family::Random);
+}
+
+#[test]
+fn every_code_and_scale() {
+    every_shape(Family::Codes);
+}
+
+#[test]
+fn subnormal_numbers() {
+    every_shape(Family::Subnormal);
+}
+
+#[test]
+fn nan_and_infinity() {
+    every_shape(Family::Special);
+}
+
+#[test]
+fn overflow_and_cancellation() {
+    every_shape(Family::Extreme);
+}
+
+#[test]
+fn ids_of_every_kind() {
+    every_shape(Family::Ids);
+}
+
+#[test]
+fn all_pairs_on_one_expert() {
+    every_shape(Family::OneExpert);
+}
+
+/// Each of the 48 variants on one shape, with two partial chunks and more segments than none and fewer than eight.
+#[test]
+fn every_variant() {
+    for number in 0..VARIANTS {
+        let case = draw(Family::Random, shape(784, 48, 40, 3, 2), 5, number as u64);
+        check_variant(case, number, &any_emulator(number), &format!("variant {number}"));
+    }
+}
+
+/// Sizes of published models, in full width but with few experts. Only a GPU is fast enough.
+#[test]
+fn full_width_on_the_gpu() {
+    let Some(gpu) = gpu() else { return };
+    for (i, (shape, tokens)) in [
+        (shape(2048, 512, 2048, 16, 8), 16),
+        (shape(2880, 2880, 2880, 4, 4), 3),
+        (shape(2688, 1856, 2688, 8, 6), 4),
+        (shape(2816, 704, 2816, 16, 8), 9),
+        (shape(7168, 2048, 7168, 4, 2), 2),
+        (shape(1024, 2688, 1024, 32, 22), 5),
+        (shape(4096, 1408, 4096, 8, 2), 33),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for number in [i, i + 13, i + 26] {
+            let case = draw(Family::ALL[number % 7], shape, tokens, number as u64);
+            check_variant(case, number, &gpu, &format!("full width {number}"));
+        }
+    }
+}
+
+/// The order in which lanes and blocks run, the number of blocks, and the choice of a variant leave every bit alone.
+#[test]
+fn bits_depend_on_neither_schedule_nor_grid_nor_variant() {
+    let case = draw(Family::Random, shape(272, 96, 100, 3, 3), 9, 5);
+    let wanted = case.run(Mode::Exact).unwrap();
+    let mut turn = 0;
+    for arch in common::ARCHS {
+        for multiprocessors in 1..=4 {
+            let fc2_warps = Fc2Warps::ALL[turn % 4];
+            turn += 1;
+            let device = emulator(arch, multiprocessors, 1000 + turn as u64);
+            let got = DeviceCase::new(&case, &device, Variant { fc2_warps }).unwrap().run().unwrap();
+            assert_same(&format!("{arch:?}, {multiprocessors}, {fc2_warps:?}"), &case.shape, &wanted, &got);
+        }
+    }
+    // A device that has run before goes on with another order.
+    let device = emulator(ArchId::Sm90, 3, 7);
+    let on_device = case.on(&device).unwrap();
+    for pass in 0..3 {
+        assert_same(&format!("pass {pass}"), &case.shape, &wanted, &on_device.run().unwrap());
+    }
+}
+
+/// Whatever a workspace and an output held before, the bits are the same.
+#[test]
+fn stale_bytes_never_count() {
+    let mut case = draw(Family::Ids, shape(144, 48, 17, 5, 3), 11, 2);
+    for activation in [Activation::Bf16, Activation::F16] {
+        case.options.activation = activation;
+        let wanted = case.run(Mode::Exact).unwrap();
+        for (_, device) in devices() {
+            let on_device = case.on(&device).unwrap();
+            for byte in [0x00, 0x01, 0x3C, 0x7F, 0x80, 0xFF] {
+                on_device.workspace.poison(byte).unwrap();
+                on_device.out.fill(byte).unwrap();
+                on_device.forward().unwrap();
+                assert_same(&format!("{byte:#04x}"), &case.shape, &wanted, &on_device.take().unwrap());
+            }
+        }
+    }
+}
+
+/// One workspace, one set of buffers, many passes: token counts go down and up, ids and activations change, and two layers of other
+/// sizes take turns.
+#[test]
+fn a_workspace_is_used_again_and_again() {
+    let wide = draw(Family::Random, shape(272, 48, 40, 5, 3), 24, 1);
+    let narrow = draw(Family::Random, shape(48, 16, 100, 3, 2), 24, 2);
+    for (name, device) in devices() {
+        let layers = [&wide, &narrow].map(|case| {
+            let layer = Layer::new(&device, &case.experts().unwrap(), case.shape.top_k, case.options).unwrap();
+            let plan = layer.plan(24).unwrap();
+            (layer, plan)
+        });
+        let larger = layers.iter().map(|(_, plan)| plan).max_by_key(|plan| plan.workspace_bytes()).unwrap();
+        let workspace = Workspace::new(&device, larger).unwrap();
+        let x = Buffer::new(&device, 24 * 272).unwrap();
+        let topk_ids = Buffer::new(&device, 24 * 3).unwrap();
+        let topk_weights = Buffer::new(&device, 24 * 3).unwrap();
+        let out = Buffer::new(&device, 24 * 100).unwrap();
+        for (pass, tokens) in [24, 3, 17, 1, 0, 24, 8, 9].into_iter().enumerate() {
+            for ((layer, plan), weights) in layers.iter().zip([&wide, &narrow]) {
+                let batch = draw(Family::ALL[pass % 7], weights.shape, tokens, 10 + pass as u64);
+                let Case { x: new_x, topk_ids: new_ids, topk_w: new_weights, .. } = batch;
+                let case = Case { tokens, x: new_x, topk_ids: new_ids, topk_w: new_weights, ..weights.clone() };
+                x.upload(&case.x).unwrap();
+                topk_ids.upload(&case.topk_ids).unwrap();
+                topk_weights.upload(&case.topk_w).unwrap();
+                out.fill(0xFF).unwrap();
+                let inputs = Inputs { tokens, x: Hidden::Bf16(&x), topk_ids: &topk_ids, topk_weights: &topk_weights };
+                layer.forward(plan, &workspace, inputs, &out).unwrap();
+                let status = workspace.take_status().unwrap();
+                let got = LayerResult {
+                    out: out.download().unwrap()[..tokens * case.shape.output].to_vec(),
+                    status: Status { bad_id: status.bad_expert_id, f16_range: status.f16_range },
+                };
+                assert_same(&format!("{name}, pass {pass}"), &case.shape, &case.run(Mode::Exact).unwrap(), &got);
+            }
+        }
+    }
+}
+
+/// Rows behind the last token of a pass are not touched.
+#[test]
+fn only_the_rows_of_tokens_are_written() {
+    let case = draw(Family::Random, shape(48, 16, 17, 3, 2), 8, 4);
+    for (name, device) in devices() {
+        let mut on_device = case.on(&device).unwrap();
+        on_device.out = Buffer::new(&device, 8 * 17 + 64).unwrap();
+        on_device.tokens = 5;
+        let got = on_device.run().unwrap().out;
+        assert_eq!(got[..5 * 17], case.run(Mode::Exact).unwrap().out[..5 * 17], "{name}");
+        assert!(got[5 * 17..].iter().all(|&bits| bits == 0xFFFF), "{name}");
+    }
+}
+
+/// The status word gathers the bits of all passes until it is taken.
+#[test]
+fn status_stays_until_it_is_taken() {
+    let good = Case::with_shape(shape(32, 16, 8, 4, 1), 3);
+    for (name, device) in devices() {
+        let on_device = good.on(&device).unwrap();
+        on_device.topk_ids.upload(&[1, 4, 1]).unwrap();
+        on_device.forward().unwrap();
+        on_device.topk_ids.upload(&[1, 2, 1]).unwrap();
+        on_device.forward().unwrap();
+        assert!(on_device.workspace.take_status().unwrap().bad_expert_id, "{name}");
+        on_device.forward().unwrap();
+        assert!(!on_device.workspace.take_status().unwrap().bad_expert_id, "{name}");
+    }
+}
+
+/// Tokens `order` of a case, in that order.
+fn reordered(case: &Case, order: &[usize]) -> Case {
+    let LayerShape { hidden, top_k, .. } = case.shape;
+    let rows = |width: usize| order.iter().flat_map(move |&token| token * width..(token + 1) * width);
+    Case {
+        tokens: order.len(),
+        x: rows(hidden).map(|i| case.x[i]).collect(),
+        topk_ids: rows(top_k).map(|i| case.topk_ids[i]).collect(),
+        topk_w: rows(top_k).map(|i| case.topk_w[i]).collect(),
+        ..case.clone()
+    }
+}
+
+/// A token's bits depend on neither the other tokens nor its place among them.
+#[test]
+fn tokens_do_not_depend_on_their_batch() {
+    let output = 17;
+    let case = draw(Family::Special, shape(272, 48, output, 3, 2), 20, 9);
+    for (name, device) in devices() {
+        let whole = case.run_on(&device).unwrap().out;
+        let row = |token: usize| &whole[token * output..(token + 1) * output];
+        for token in (0..20).step_by(scale(&device, 4, 1)) {
+            let alone = case.tokens_only(token..token + 1).run_on(&device).unwrap().out;
+            assert_eq!(alone, row(token), "{name}, token {token} alone");
+        }
+        let mut random = Random(3);
+        for _ in 0..scale(&device, 2, 50) {
+            let order: Vec<usize> = (0..40).map(|_| (random.next() % 20) as usize).collect();
+            let shuffled = reordered(&case, &order).run_on(&device).unwrap().out;
+            for (place, (got, &token)) in shuffled.chunks(output).zip(&order).enumerate() {
+                assert_eq!(got, row(token), "{name}, token {token} at {place}");
+            }
+        }
+    }
+}
+
+/// Faults such as a kernel could have, in the reference: each must show in each shape, or the comparisons above prove little.
+#[test]
+fn planted_faults_are_caught() {
+    type Plant = fn(&mut Case);
+    let faults: [(&str, Plant); 9] = [
+        ("nibbles swapped in w13", |case| case.w13.iter_mut().for_each(|byte| *byte = byte.rotate_left(4))),
+        ("nibbles swapped in w2", |case| case.w2.iter_mut().for_each(|byte| *byte = byte.rotate_left(4))),
+        ("gate and up swapped", |case| {
+            let half = case.shape.intermediate * case.shape.hidden / 2;
+            case.w13.chunks_mut(2 * half).for_each(|expert| expert.rotate_left(half));
+        }),
+        ("alpha of up for both", |case| case.alpha1.iter_mut().for_each(|alpha| alpha[1] = alpha[0])),
+        ("last block of k dropped", |case| {
+            let last = case.shape.hidden - 16;
+            for row in 0..2 * case.shape.intermediate * case.shape.experts {
+                (last..last + 16).for_each(|k| case.set_w13(0, row, k, 0));
+            }
+        }),
+        ("last column of h dropped", |case| {
+            let last = case.shape.intermediate - 1;
+            (0..case.shape.output * case.shape.experts).for_each(|row| case.set_w2(0, row, last, 0));
+        }),
+        ("one block scale off by one code", |case| {
+            let rows = 2 * case.shape.intermediate;
+            for expert in 0..case.shape.experts {
+                case.set_s13(expert, rows - 1, case.shape.hidden / 16 - 1, 0x3c);
+            }
+        }),
+        ("the last pair lost", |case| {
+            let live = case.topk_ids.iter().rposition(|&id| id >= 0).unwrap();
+            case.topk_ids[live] = -1;
+        }),
+        ("weights of one token shifted", |case| {
+            let top_k = case.shape.top_k;
+            let live = case.topk_ids.iter().rposition(|&id| id >= 0).unwrap() / top_k;
+            case.topk_w[live * top_k..(live + 1) * top_k].iter_mut().for_each(|weight| *weight *= 1.02);
+        }),
+    ];
+    for (i, (shape, tokens)) in SHAPES.into_iter().enumerate() {
+        // A single output may be the same by chance.
+        let mut case = draw(Family::Random, shape, tokens.max(8), 500 + i as u64);
+        // Where a single pair is skipped nothing else can show.
+        case.topk_ids.iter_mut().for_each(|id| *id = (*id).max(0));
+        let wanted = case.run(Mode::Exact).unwrap();
+        for (name, plant) in faults {
+            let mut faulty = case.clone();
+            plant(&mut faulty);
+            let got = faulty.run(Mode::Exact).unwrap();
+            assert!(difference(&shape, &wanted, &got).is_some(), "{name} is not noticed in {shape:?}");
+        }
+    }
+    let case = draw(Family::Ids, SHAPES[1].0, 8, 1);
+    let wanted = case.run(Mode::Exact).unwrap();
+    let mut got = wanted.clone();
+    got.status.bad_id = !got.status.bad_id;
+    assert!(difference(&case.shape, &wanted, &got).is_some());
+}
+
+/// A sum in another order is another result: the comparisons see a wrong split, and a plain sum.
+#[test]
+fn another_order_of_sums_is_caught() {
+    let mut case = draw(Family::Random, shape(2880, 64, 64, 2, 2), 8, 3);
+    case.options.activation = Activation::F16;
+    let wanted = case.run(Mode::Exact).unwrap();
+    assert!(difference(&case.shape, &wanted, &case.run(Mode::Fast).unwrap()).is_some());
+    for split in [Split::S1, Split::S2, Split::S8] {
+        case.options.order = Order::Seed { split };
+        assert!(difference(&case.shape, &wanted, &case.run(Mode::Exact).unwrap()).is_some(), "{split:?}");
     }
 }

@@ -4,6 +4,10 @@
 
 mod backend;
 mod bench;
+mod diff;
+mod html;
+mod info;
+mod inspect;
 mod output;
 mod run;
 
@@ -25,6 +29,12 @@ enum Command {
     Run(run::Args),
     /// Time layers on a GPU.
     Bench(bench::Args),
+    /// Compare back ends bit for bit: one operation on given or drawn values, or all operations.
+    Diff(diff::Args),
+    /// Show what a checkpoint holds and which plans its layers get.
+    Inspect(inspect::Args),
+    /// Show devices, embedded modules, kernels and plans.
+    Info(info::Args),
 }
 
 /// What a command that ran to its end has found.
@@ -40,6 +50,9 @@ pub fn main() -> ExitCode {
     let verdict = match cli.command {
         Command::Run(args) => run::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Diff(args) => diff::diff(&args),
+        Command::Inspect(args) => inspect::inspect(&args),
+        Command::Info(args) => info::info(&args),
     };
     match verdict {
         Ok(Verdict::Agreed) => ExitCode::SUCCESS,

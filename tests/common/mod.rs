@@ -1,0 +1,197 @@
+//! What the differential tests share: the devices that are present, and the comparison of results.
+// Each test executable uses a part of it.
+#![allow(dead_code)]
+
+use cuda_std::arch::ArchId;
+use megamoe::device::{Buffer, DeviceHandle, Emulator, EmulatorOptions, Gpu};
+use megamoe::diff::{Case, Random};
+use megamoe::reference::{LayerResult, Mode, Route};
+use megamoe::{Error, LayerShape};
+use std::sync::{Arc, LazyLock};
+
+/// Every architecture whose paths a kernel can take.
+pub const ARCHS: [ArchId; 3] = [ArchId::Sm80, ArchId::Sm90, ArchId::Sm100];
+
+/// A fresh emulated device. `seed` decides the order of lanes and blocks.
+pub fn emulator(arch: ArchId, multiprocessors: u32, seed: u64) -> DeviceHandle {
+    Emulator::with_options(EmulatorOptions { arch, multiprocessors, seed })
+}
+
+/// The `number`-th of a sequence of emulated devices: all architectures, 1 to 4 multiprocessors, ever new seeds.
+pub fn any_emulator(number: usize) -> DeviceHandle {
+    emulator(ARCHS[number % 3], 1 + (number / 3 % 4) as u32, number as u64)
+}
+
+/// The GPU itself, for what only a GPU has. One for all tests of an executable.
+pub fn cuda() -> Option<Arc<Gpu>> {
+    static GPU: LazyLock<Option<Arc<Gpu>>> = LazyLock::new(|| match Gpu::new(0) {
+        Ok(gpu) => Some(gpu),
+        Err(error) if std::env::var("MEGAMOE_REQUIRE_GPU").is_ok_and(|value| value == "1") => {
+            panic!("a GPU is required: {error}")
+        }
+        Err(Error::NoGpu(_)) => None,
+        Err(error) => panic!("there is a GPU, but {error}"),
+    });
+    if GPU.is_none() {
+        println!("skipped: no GPU");
+    }
+    GPU.clone()
+}
+
+/// The GPU as a device.
+pub fn gpu() -> Option<DeviceHandle> {
+    cuda().map(|gpu| gpu as DeviceHandle)
+}
+
+/// An emulator of each architecture, and the GPU where there is one.
+pub fn devices() -> Vec<(String, DeviceHandle)> {
+    let emulators = (0..3).map(any_emulator).chain(gpu());
+    emulators.map(|device| (device.properties().name.clone(), device)).collect()
+}
+
+/// `small` for the emulator, `large` for the GPU.
+pub fn scale(device: &DeviceHandle, small: usize, large: usize) -> usize {
+    if is_emulated(device) { small } else { large }
+}
+
+/// Whether `device` is an emulator.
+pub fn is_emulated(device: &DeviceHandle) -> bool {
+    device.properties().name.starts_with("emulator")
+}
+
+/// Where `got` is not `wanted`, if anywhere: bits of the output, then the status.
+pub fn difference(shape: &LayerShape, wanted: &LayerResult, got: &LayerResult) -> Option<String> {
+    if wanted.out.len() != got.out.len() {
+        return Some(format!("{} outputs, not {}", got.out.len(), wanted.out.len()));
+    }
+    let wrong: Vec<usize> = (0..wanted.out.len()).filter(|&i| wanted.out[i] != got.out[i]).collect();
+    if let Some(&i) = wrong.first() {
+        let (token, column) = (i / shape.output, i % shape.output);
+        let (g, w) = (got.out[i], wanted.out[i]);
+        return Some(format!("{} outputs, first token {token}, column {column}: {g:#06x}, not {w:#06x}", wrong.len()));
+    }
+    (wanted.status != got.status).then(|| format!("{:?}, not {:?}", got.status, wanted.status))
+}
+
+/// `got` is `wanted`, bit for bit.
+#[track_caller]
+pub fn assert_same(what: &str, shape: &LayerShape, wanted: &LayerResult, got: &LayerResult) {
+    if let Some(difference) = difference(shape, wanted, got) {
+        panic!("{what}, {shape:?}: {difference}");
+    }
+}
+
+/// `device` gives the reference's bits for `case`.
+#[track_caller]
+pub fn check(case: &Case, device: &DeviceHandle) {
+    let wanted = case.run(Mode::Exact).unwrap();
+    let got = case.run_on(device).unwrap();
+    assert_same(&device.properties().name, &case.shape, &wanted, &got);
+}
+
+/// What each back end gives for `case`: the reference, every emulator and the GPU, by name.
+pub fn everywhere(case: &Case) -> Vec<(String, LayerResult)> {
+    let reference = ("reference".to_owned(), case.run(Mode::Exact).unwrap());
+    let others = devices().into_iter().map(|(name, device)| {
+        let result = case.run_on(&device).unwrap_or_else(|error| panic!("{name}: {error}"));
+        (name, result)
+    });
+    std::iter::once(reference).chain(others).collect()
+}
+
+/// The argument that an error names.
+#[track_caller]
+pub fn argument_of(error: &Error) -> &'static str {
+    match error {
+        Error::Argument { name, .. } | Error::BufferLength { name, .. } | Error::Experts { name, .. } => name,
+        other => panic!("an error that names no argument: {other}"),
+    }
+}
+
+/// A routing table on a device, made by hand.
+pub struct Table {
+    pub entry_count: Buffer<u32>,
+    pub entries: Buffer<u32>,
+    pub slots: Buffer<u32>,
+}
+
+impl Table {
+    /// The entries of `route` in the order that `seed` gives: no kernel may depend on it.
+    pub fn new(device: &DeviceHandle, case: &Case, route: &Route, seed: u64) -> Self {
+        let mut order = route.entries().to_vec();
+        let mut random = Random(seed);
+        for i in (1..order.len()).rev() {
+            order.swap(i, random.next() as usize % (i + 1));
+        }
+        let (mut entries, mut slots) = (vec![], vec![]);
+        for entry in &order {
+            let expert = entry.expert as usize;
+            let used: Vec<u32> = entry.pairs.iter().filter(|&&pair| pair >= 0).map(|&pair| pair as u32).collect();
+            let [up, gate] = case.alpha1[expert].map(f32::to_bits);
+            entries.extend([expert as u32, used.len() as u32, up, gate, case.alpha2[expert].to_bits(), 0, 0, 0]);
+            for slot in 0..8 {
+                let (pair, weight) = match used.get(slot) {
+                    Some(&pair) => (pair, case.topk_w[pair as usize].to_bits()),
+                    None => (u32::MAX, 0),
+                };
+                let readable = used[slot.min(used.len() - 1)];
+                slots.extend([pair, readable / case.shape.top_k as u32, weight, readable]);
+            }
+        }
+        Table {
+            entry_count: Buffer::from_slice(device, &[order.len() as u32]).unwrap(),
+            entries: Buffer::from_slice(device, &entries).unwrap(),
+            slots: Buffer::from_slice(device, &slots).unwrap(),
+        }
+    }
+}
+
+/// Rows of `width` elements in the order of the tensor cores: of each four the middle ones change places, zeros up to a multiple of
+/// 256.
+pub fn in_tensor_order(rows: &[u16], width: usize) -> Vec<u16> {
+    let stride = width.next_multiple_of(256);
+    let mut out = vec![0; rows.len() / width * stride];
+    for (i, &bits) in rows.iter().enumerate() {
+        out[i / width * stride + exchanged(i % width)] = bits;
+    }
+    out
+}
+
+/// The inverse: rows of `width` elements from rows in the order of the tensor cores.
+pub fn from_tensor_order(rows: &[u16], width: usize) -> Vec<u16> {
+    let stride = width.next_multiple_of(256);
+    rows.chunks(stride).flat_map(|row| (0..width).map(|k| row[exchanged(k)])).collect()
+}
+
+fn exchanged(k: usize) -> usize {
+    match k % 4 {
+        1 => k + 1,
+        2 => k - 1,
+        _ => k,
+    }
+}
+
+/// Makes the sums of w13 cancel: the second half of every row repeats the first, and the second half of x is the negative of the
+/// first. What is left comes from the order in which terms are added and cut off alone. Needs a hidden size that is a multiple of 32.
+pub fn cancel_w13(case: &mut Case) {
+    let LayerShape { hidden, intermediate, experts, .. } = case.shape;
+    let half = hidden / 2;
+    for row in case.w13.chunks_mut(hidden / 2) {
+        row.copy_within(..half / 2, half / 2);
+    }
+    let mut random = Random(half as u64);
+    for (expert, row) in (0..experts).flat_map(|expert| (0..2 * intermediate).map(move |row| (expert, row))) {
+        for block in 0..half / 16 {
+            let byte = 0x10 + (random.next() % 0x40) as u8;
+            case.set_s13(expert, row, block, byte);
+            case.set_s13(expert, row, block + half / 16, byte);
+        }
+    }
+    for row in case.x.chunks_mut(hidden) {
+        for k in 0..half {
+            row[k + half] = row[k] ^ 0x8000;
+        }
+    }
+    // The rest is about 2^-24 of the terms.
+    case.alpha1.fill([2f32.powi(20), 2f32.powi(20)]);
+}

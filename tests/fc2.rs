@@ -1,0 +1,178 @@
+//! FC2 on tables made by hand, against the reference's weighted results, every bit of the f32.
+
+mod common;
+
+use common::{Table, any_emulator, gpu, in_tensor_order};
+use cuda_std::kernel::Kernel;
+use kernels_gpu::fc2::{fc2 as family, shared_bytes};
+use megamoe::device::{Buffer, DeviceHandle, Grid, launch};
+use megamoe::diff::{Case, Family, Random, draw};
+use megamoe::plan::Fc2Warps;
+use megamoe::reference::{Mode, Route, fc2, math, route_prep};
+use megamoe::{Activation, LayerShape};
+
+const UNTOUCHED: u32 = 0xA5A5_A5A5;
+
+fn kernel(activation: Activation, warps: Fc2Warps) -> Kernel<family::Family> {
+    let format = if activation == Activation::Bf16 { "bf16" } else { "f16" };
+    let name = format!("fc2_seed_{format}_warps{}", warps.count());
+    *family::KERNELS.iter().find(|kernel| kernel.name == name).unwrap()
+}
+
+/// A case and its h.
+struct Work {
+    case: Case,
+    h: Vec<u16>,
+    route: Route,
+}
+
+impl Work {
+    /// h is random, with few special values where the family has some.
+    fn new(family: Family, shape: LayerShape, tokens: usize, activation: Activation, seed: u64) -> Self {
+        let mut case = draw(family, shape, tokens, seed);
+        case.options.activation = activation;
+        let route = route_prep(&case.topk_ids, shape.top_k, shape.experts).unwrap();
+        let mut random = Random(seed);
+        let special = matches!(family, Family::Special);
+        let h = (0..route.pairs() * shape.intermediate)
+            .map(|_| match random.next() % 256 {
+                0 if special => 0x7FFF,
+                1 if special => 0x7C00,
+                2 => 0x8000,
+                3 => 0x0003,
+                _ => {
+                    math::from_f32(activation, random.in_range(-1.0, 1.0) * 2f32.powi((random.next() % 12) as i32 - 8))
+                }
+            })
+            .collect();
+        Work { case, h, route }
+    }
+
+    fn expected(&self, mode: Mode) -> Vec<u32> {
+        let Work { case, h, route } = self;
+        let y = fc2(&case.view(), &case.options, h, &case.topk_w, route, mode).unwrap();
+        let live = |i: usize| route.expert_of(i / case.shape.output).is_some();
+        y.iter().enumerate().map(|(i, y)| if live(i) { y.to_bits() } else { UNTOUCHED }).collect()
+    }
+
+    fn run(&self, device: &DeviceHandle, warps: Fc2Warps, blocks: u32, seed: u64) -> Vec<u32> {
+        let Work { case, h, route } = self;
+        let LayerShape { intermediate, output, .. } = case.shape;
+        let table = Table::new(device, case, route, seed);
+        let h = Buffer::from_slice(device, &in_tensor_order(h, intermediate)).unwrap();
+        let w2 = Buffer::from_slice(device, &case.w2).unwrap();
+        let s2 = Buffer::from_slice(device, &case.s2).unwrap();
+        // 64 elements behind the last row must stay as they are.
+        let y = Buffer::from_slice(device, &vec![f32::from_bits(UNTOUCHED); route.pairs() * output + 64]).unwrap();
+        let kernel = kernel(case.options.activation, warps);
+        let grid = Grid { blocks, shared_bytes: shared_bytes(warps.count()) };
+        device.prepare(kernel.into(), grid.shared_bytes).unwrap();
+        let args = family::Args {
+            entry_count: table.entry_count.as_ref(),
+            entries: table.entries.as_ref(),
+            slots: table.slots.as_ref(),
+            h: h.as_ref(),
+            w2: w2.as_ref(),
+            s2: s2.as_ref(),
+            y: y.as_mut(),
+            intermediate: intermediate as u32,
+            output: output as u32,
+        };
+        launch(&**device, kernel, grid, args).unwrap();
+        let mut y: Vec<u32> = y.download().unwrap().iter().map(|y| y.to_bits()).collect();
+        assert!(y.split_off(route.pairs() * output).iter().all(|&bits| bits == UNTOUCHED));
+        y
+    }
+
+    #[track_caller]
+    fn check(&self, device: &DeviceHandle, warps: Fc2Warps, blocks: u32, seed: u64) {
+        let (wanted, got) = (self.expected(Mode::Exact), self.run(device, warps, blocks, seed));
+        if let Some(i) = (0..wanted.len()).find(|&i| wanted[i] != got[i]) {
+            let (pair, row) = (i / self.case.shape.output, i % self.case.shape.output);
+            let (got, wanted) = (got[i], wanted[i]);
+            panic!("{:?}, {warps:?}, pair {pair}, row {row}: {got:#010x}, not {wanted:#010x}", self.case.shape);
+        }
+    }
+}
+
+const SIZES: [(usize, usize); 11] = [
+    (16, 1),
+    (16, 17),
+    (48, 100),
+    (80, 16),
+    (96, 33),
+    (128, 128),
+    (160, 144),
+    (272, 20),
+    (320, 7),
+    (704, 40),
+    (1856, 15),
+];
+
+#[test]
+fn every_kernel_at_every_size() {
+    let mut turn = 0;
+    for activation in [Activation::Bf16, Activation::F16] {
+        for warps in Fc2Warps::ALL {
+            for (intermediate, output) in SIZES {
+                let shape = LayerShape { hidden: 16, intermediate, output, experts: 3, top_k: 2 };
+                let work = Work::new(Family::ALL[turn % 7], shape, 5, activation, turn as u64);
+                work.check(&any_emulator(turn), warps, 1 + turn as u32 % 7, turn as u64);
+                gpu().iter().for_each(|gpu| work.check(gpu, warps, 1 + turn as u32 * 37 % 500, turn as u64));
+                turn += 1;
+            }
+        }
+    }
+}
+
+/// More than one full entry of an expert, the number of blocks, and no entry at all.
+#[test]
+fn any_grid() {
+    let shape = LayerShape { hidden: 16, intermediate: 272, output: 160, experts: 2, top_k: 3 };
+    let mut work = Work::new(Family::OneExpert, shape, 9, Activation::F16, 3);
+    for (blocks, warps) in [(1, Fc2Warps::W8), (2, Fc2Warps::W1), (17, Fc2Warps::W2), (100, Fc2Warps::W4)] {
+        work.check(&any_emulator(blocks as usize), warps, blocks, 4);
+    }
+    work.route = route_prep(&[-1; 27], 3, 2).unwrap();
+    work.check(&any_emulator(1), Fc2Warps::W4, 3, 4);
+}
+
+/// alpha2 and the weight are multiplied first: their product can be 0 or infinite where the result would not be.
+#[test]
+fn scale_of_a_slot_comes_from_the_table() {
+    let shape = LayerShape { hidden: 16, intermediate: 16, output: 8, experts: 1, top_k: 1 };
+    let mut work = Work::new(Family::OneExpert, shape, 2, Activation::Bf16, 3);
+    work.case.alpha2.fill(2f32.powi(-100));
+    work.case.topk_w.fill(2f32.powi(-100));
+    work.check(&any_emulator(2), Fc2Warps::W2, 1, 0);
+    assert!(work.expected(Mode::Exact).iter().all(|&bits| bits << 1 == 0));
+}
+
+/// Sums of many terms: any other order of terms gives other bits.
+#[test]
+fn planted_faults_are_caught() {
+    let shape = LayerShape { hidden: 16, intermediate: 528, output: 48, experts: 2, top_k: 2 };
+    let work = Work::new(Family::Random, shape, 6, Activation::F16, 5);
+    let right = work.run(&any_emulator(3), Fc2Warps::W2, 3, 0);
+    assert_eq!(right, work.expected(Mode::Exact));
+    let plain = work.expected(Mode::Fast);
+    let other = right.iter().zip(&plain).filter(|(a, b)| a != b).count();
+    assert!(other * 4 > right.len(), "{other} of {}", right.len());
+    type Plant = fn(&mut Work);
+    let faults: [(&str, Plant); 5] = [
+        ("nibbles swapped", |work| work.case.w2.iter_mut().for_each(|byte| *byte = byte.rotate_left(4))),
+        ("the last column dropped", |work| work.h.iter_mut().skip(527).step_by(528).for_each(|h| *h = 0)),
+        ("rows shifted by one", |work| work.case.w2.rotate_left(264)),
+        ("scales of a neighbour", |work| work.case.s2.rotate_left(1)),
+        ("a pair too few", |work| {
+            let last = work.case.topk_ids.iter().rposition(|&id| id >= 0).unwrap();
+            work.case.topk_ids[last] = -1;
+            work.route = route_prep(&work.case.topk_ids, 2, 2).unwrap();
+        }),
+    ];
+    for (name, plant) in faults {
+        let mut faulty = Work { case: work.case.clone(), h: work.h.clone(), route: work.route.clone() };
+        plant(&mut faulty);
+        assert_ne!(faulty.expected(Mode::Exact), right, "{name}");
+    }
+}
