@@ -34,7 +34,7 @@ pub struct Nvfp4View<'a> {
     pub w2: &'a [u8],
     /// Scales of `w2`: E times `swizzled_len(H, I/16)` bytes.
     pub s2: &'a [u8],
-    /// Global scales of `w2`, [E]. Finite; 0 is legal.
+    /// Global scales of `w2`, `[E]`. Finite; 0 is legal.
     pub alpha2: &'a [f32],
 }
 
@@ -58,7 +58,7 @@ pub struct LayerInputs<'a> {
 pub enum Mode {
     /// The bits of an H200.
     Exact,
-    /// Plain f64 sums, rounded once; [`layer_bound`] says how far from [`Mode::Exact`] the result can be.
+    /// Plain f64 sums, rounded once; [`super::layer_bound`] says how far from [`Mode::Exact`] the result can be.
     Fast,
 }
 

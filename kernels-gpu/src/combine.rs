@@ -1,4 +1,4 @@
-//! Sum over a token's experts: out[token] = bf16(((0 + y[pair 0]) + y[pair 1]) + …), f32, in the order of the slots.
+//! Sum over a token's experts: `out[token] = bf16(((0 + y[pair 0]) + y[pair 1]) + …)`, f32, in the order of the slots.
 //! Pairs whose id is outside 0..E are skipped, and their rows of y are never read: nothing has written them.
 
 use core::num::NonZeroUsize;

@@ -1,4 +1,4 @@
-//! Down projection: y[pair] = (alpha2 · weight) · (w2 · h[pair]).
+//! Down projection: `y[pair] = (alpha2 · weight) · (w2 · h[pair])`.
 //!
 //! A unit of work is one entry times a tile of 16 output rows, done by one warp with one accumulator over all of I. Warps are
 //! persistent and independent; how many share a block has no influence on the bits.
