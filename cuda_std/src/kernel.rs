@@ -327,7 +327,7 @@ macro_rules! kernels {
             fn emulate(
                 launch: &$crate::emu::Launch<'_>,
                 packed: &[$crate::kernel::Packed],
-            ) -> Result<(), $crate::emu::Fault> {
+            ) -> core::result::Result<(), $crate::emu::Fault> {
                 let mut next = packed.iter().copied();
                 $(let $arg = <$ty as $crate::kernel::Param>::unpack(
                     next.next().expect("as many as declared"), launch)?;)+
