@@ -35,7 +35,7 @@ kernels! {
 
 #[inline(always)]
 fn body(topk_ids: In<i32>, y: In<f32>, out: Out<u16>, tokens: u32, top_k: u32, experts: u32, output: u32) {
-    let columns = if output % COLUMNS == 0 { COLUMNS } else { 1 };
+    let columns = if output.is_multiple_of(COLUMNS) { COLUMNS } else { 1 };
     // Dividing by a NonZero needs no check for zero, and so no panic in the kernel.
     let groups = NonZeroUsize::new((output / columns) as usize).unwrap_or(NonZeroUsize::MIN);
     let total = tokens as usize * groups.get();

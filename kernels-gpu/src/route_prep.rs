@@ -10,7 +10,6 @@ use crate::dequant::Activation;
 use crate::layout::permute::{position, row_stride};
 use crate::status;
 use core::num::NonZeroU32;
-use cuda_std::arch::Arch;
 use cuda_std::kernels;
 use cuda_std::memory::{In, Out};
 use cuda_std::mma::{Bf16, F16};
@@ -94,14 +93,14 @@ kernels! {
         /// Warps that count, see [`counting_warps`].
         warps: u32,
     );
-    route_prep_bf16_bf16[THREADS, 1] = |A| body::<Bf16, Bf16, A>;
-    route_prep_bf16_f16[THREADS, 1] = |A| body::<Bf16, F16, A>;
-    route_prep_f16_f16[THREADS, 1] = |A| body::<F16, F16, A>;
+    route_prep_bf16_bf16[THREADS, 1] = |_A| body::<Bf16, Bf16>;
+    route_prep_bf16_f16[THREADS, 1] = |_A| body::<Bf16, F16>;
+    route_prep_f16_f16[THREADS, 1] = |_A| body::<F16, F16>;
 }
 
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
-fn body<X: Activation, T: Activation, A: Arch>(
+fn body<X: Activation, T: Activation>(
     topk_ids: In<i32>,
     topk_weights: In<f32>,
     alpha1: In<f32>,

@@ -75,7 +75,7 @@ impl<const STAGES: u32> Ring<STAGES> {
     #[inline(always)]
     pub fn copy(&mut self) {
         let k = self.weights.k;
-        if k % 32 == 0 && (self.segment + 1) * SEGMENT <= k {
+        if k.is_multiple_of(32) && (self.segment + 1) * SEGMENT <= k {
             self.copy_whole();
         } else {
             self.copy_partial();
@@ -104,7 +104,7 @@ impl<const STAGES: u32> Ring<STAGES> {
         let (codes, scales) = self.stage(self.write);
         let lane = lane();
         // r and lane / 8 have the same parity for r a multiple of 4, so the piece is the same for all four rows.
-        let to = lane / 8 * 128 + (lane % 8 ^ lane / 8 % 2 * 4) * 16;
+        let to = lane / 8 * 128 + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16;
         copy::async16(codes, to, self.weights.codes, self.codes[0]);
         copy::async16(codes, to + 4 * 128, self.weights.codes, self.codes[1]);
         copy::async16(codes, to + 8 * 128, self.weights.codes, self.codes[2]);
@@ -118,8 +118,8 @@ impl<const STAGES: u32> Ring<STAGES> {
     fn copy_partial(&self) {
         let (codes, scales) = self.stage(self.write);
         let lane = lane();
-        let left = |used: u32, unit: u32| if used < unit { unit - used } else { 0 };
-        let to = lane / 8 * 128 + (lane % 8 ^ lane / 8 % 2 * 4) * 16;
+        let left = |used: u32, unit: u32| unit.saturating_sub(used);
+        let to = lane / 8 * 128 + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16;
         let bytes = left(self.segment * 128 + lane % 8 * 16, self.weights.k / 2);
         let mut q = 0;
         while q < 4 {
