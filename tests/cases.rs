@@ -556,6 +556,26 @@ fn h1_h_above_the_range_of_f16() {
 }
 
 #[test]
+fn h1_x_above_the_range_of_f16() {
+    let mut case = Case::with_shape(SHAPE, 2);
+    case.options.activation = Activation::F16;
+    let range = |case: &Case| agreed(case).status.f16_range;
+    assert!(!range(&case));
+    case.set_x(1, 900, 65536.0);
+    assert!(range(&case));
+    // A token that no expert sees does not count, and an infinity was one before.
+    case.topk_ids[1] = -1;
+    assert!(!range(&case));
+    case.topk_ids[1] = 1;
+    case.set_x(1, 900, f32::INFINITY);
+    assert!(!range(&case));
+    // In bf16 there is no such range.
+    case.set_x(1, 900, 65536.0);
+    case.options.activation = Activation::Bf16;
+    assert!(!range(&case));
+}
+
+#[test]
 fn h3_silu_of_a_large_negative_gate() {
     for gate in [-88.0, -89.0, -200.0, -1e30f32] {
         let mut case = Case::new();

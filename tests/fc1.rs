@@ -5,6 +5,7 @@ mod common;
 use common::{Table, any_emulator, cancel_w13, from_tensor_order, gpu, in_tensor_order};
 use cuda_std::kernel::Kernel;
 use kernels_gpu::fc1::{fc1 as family, shared_bytes};
+use kernels_gpu::layout::permute::row_stride;
 use kernels_gpu::status;
 use megamoe::device::{Buffer, DeviceHandle, Grid, launch};
 use megamoe::diff::{Case, Family, draw};
@@ -35,7 +36,7 @@ fn run(case: &Case, route: &Route, device: &DeviceHandle, blocks: u32, seed: u64
     let x = Buffer::from_slice(device, &in_tensor_order(&x, hidden)).unwrap();
     let w13 = Buffer::from_slice(device, &case.w13).unwrap();
     let s13 = Buffer::from_slice(device, &case.s13).unwrap();
-    let stride = intermediate.next_multiple_of(128);
+    let stride = row_stride(intermediate);
     let h = Buffer::from_slice(device, &vec![UNTOUCHED; route.pairs() * stride]).unwrap();
     let status = Buffer::from_slice(device, &[0u32]).unwrap();
     let kernel = kernel(activation, split);
@@ -44,8 +45,7 @@ fn run(case: &Case, route: &Route, device: &DeviceHandle, blocks: u32, seed: u64
     let args = family::Args {
         entry_count: table.entry_count.as_ref(),
         entries: table.entries.as_ref(),
-        slot_pairs: table.slot_pairs.as_ref(),
-        slot_tokens: table.slot_tokens.as_ref(),
+        slots: table.slots.as_ref(),
         x: x.as_ref(),
         w13: w13.as_ref(),
         s13: s13.as_ref(),

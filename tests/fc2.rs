@@ -70,8 +70,7 @@ impl Work {
         let args = family::Args {
             entry_count: table.entry_count.as_ref(),
             entries: table.entries.as_ref(),
-            slot_pairs: table.slot_pairs.as_ref(),
-            slot_scales: table.slot_scales.as_ref(),
+            slots: table.slots.as_ref(),
             h: h.as_ref(),
             w2: w2.as_ref(),
             s2: s2.as_ref(),

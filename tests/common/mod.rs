@@ -3,6 +3,7 @@
 #![allow(dead_code)]
 
 use cuda_std::arch::ArchId;
+use kernels_gpu::layout::permute::row_stride;
 use megamoe::device::{Buffer, DeviceHandle, Emulator, EmulatorOptions, Gpu};
 use megamoe::diff::{Case, Random};
 use megamoe::reference::{LayerResult, Mode, Route};
@@ -112,9 +113,7 @@ pub fn argument_of(error: &Error) -> &'static str {
 pub struct Table {
     pub entry_count: Buffer<u32>,
     pub entries: Buffer<u32>,
-    pub slot_pairs: Buffer<i32>,
-    pub slot_tokens: Buffer<u32>,
-    pub slot_scales: Buffer<f32>,
+    pub slots: Buffer<u32>,
 }
 
 impl Table {
@@ -125,32 +124,30 @@ impl Table {
         for i in (1..order.len()).rev() {
             order.swap(i, random.next() as usize % (i + 1));
         }
-        let (mut entries, mut slot_pairs, mut slot_tokens, mut slot_scales) = (vec![], vec![], vec![], vec![]);
+        let (mut entries, mut slots) = (vec![], vec![]);
         for entry in &order {
             let expert = entry.expert as usize;
             let count = entry.pairs.iter().filter(|&&pair| pair >= 0).count() as u32;
             let [up, gate] = case.alpha1[expert].map(f32::to_bits);
-            entries.extend([expert as u32, count, up, gate]);
+            entries.extend([expert as u32, count, up, gate, case.alpha2[expert].to_bits(), 0, 0, 0]);
+            let first = entry.pairs[0] as u32;
             for pair in entry.pairs {
-                slot_pairs.push(pair);
-                slot_tokens.push(if pair < 0 { 0 } else { pair as u32 / case.shape.top_k as u32 });
-                slot_scales.push(if pair < 0 { 0.0 } else { case.alpha2[expert] * case.topk_w[pair as usize] });
+                let (to_read, weight) = if pair < 0 { (first, 0.0) } else { (pair as u32, case.topk_w[pair as usize]) };
+                slots.extend([pair as u32, to_read / case.shape.top_k as u32, weight.to_bits(), to_read]);
             }
         }
         Table {
             entry_count: Buffer::from_slice(device, &[order.len() as u32]).unwrap(),
             entries: Buffer::from_slice(device, &entries).unwrap(),
-            slot_pairs: Buffer::from_slice(device, &slot_pairs).unwrap(),
-            slot_tokens: Buffer::from_slice(device, &slot_tokens).unwrap(),
-            slot_scales: Buffer::from_slice(device, &slot_scales).unwrap(),
+            slots: Buffer::from_slice(device, &slots).unwrap(),
         }
     }
 }
 
-/// Rows of `width` elements in the order of the tensor cores: of each four the middle ones change places, zeros up to a multiple of
-/// 128.
+/// Rows of `width` elements in the order of the tensor cores: of each four the middle ones change places, zeros behind the
+/// last.
 pub fn in_tensor_order(rows: &[u16], width: usize) -> Vec<u16> {
-    let stride = width.next_multiple_of(128);
+    let stride = row_stride(width);
     let mut out = vec![0; rows.len() / width * stride];
     for (i, &bits) in rows.iter().enumerate() {
         out[i / width * stride + exchanged(i % width)] = bits;
@@ -160,7 +157,7 @@ pub fn in_tensor_order(rows: &[u16], width: usize) -> Vec<u16> {
 
 /// The inverse: rows of `width` elements from rows in the order of the tensor cores.
 pub fn from_tensor_order(rows: &[u16], width: usize) -> Vec<u16> {
-    let stride = width.next_multiple_of(128);
+    let stride = row_stride(width);
     rows.chunks(stride).flat_map(|row| (0..width).map(|k| row[exchanged(k)])).collect()
 }
 
