@@ -4,7 +4,7 @@
 
 use cuda_std::arch::ArchId;
 use kernels_gpu::layout::permute::row_stride;
-use megamoe::device::{Buffer, DeviceHandle, Emulator, EmulatorOptions, Gpu};
+use megamoe::device::{Buffer, Device, DeviceHandle, Emulator, EmulatorOptions, Gpu};
 use megamoe::diff::{Case, Random};
 use megamoe::reference::{LayerResult, Mode, Route};
 use megamoe::{Error, LayerShape};
@@ -23,25 +23,51 @@ pub fn any_emulator(number: usize) -> DeviceHandle {
     emulator(ARCHS[number % 3], 1 + (number / 3 % 4) as u32, number as u64)
 }
 
-/// The GPU itself, for what only a GPU has. One for all tests of an executable.
-pub fn cuda() -> Option<Arc<Gpu>> {
-    static GPU: LazyLock<Option<Arc<Gpu>>> = LazyLock::new(|| match Gpu::new(0) {
+/// A GPU with a stream of its own, whatever its architecture.
+fn open_gpu() -> Option<Arc<Gpu>> {
+    match Gpu::new(0) {
         Ok(gpu) => Some(gpu),
         Err(error) if std::env::var("MEGAMOE_REQUIRE_GPU").is_ok_and(|value| value == "1") => {
             panic!("a GPU is required: {error}")
         }
-        Err(Error::NoGpu(_)) => None,
+        Err(Error::NoGpu(_)) => {
+            println!("skipped: no GPU");
+            None
+        }
         Err(error) => panic!("there is a GPU, but {error}"),
-    });
-    if GPU.is_none() {
-        println!("skipped: no GPU");
     }
-    GPU.clone()
 }
 
-/// The GPU as a device.
+/// The bits are those of compute capability 9.0, whose tensor cores the reference models.
+fn has_the_bits(gpu: &Arc<Gpu>) -> bool {
+    let properties = gpu.properties();
+    let same = properties.compute == (9, 0);
+    if !same {
+        println!("skipped: the bits of {} are not modelled", properties.name);
+    }
+    same
+}
+
+/// A GPU of this caller alone, on whose stream nothing else happens: a capture needs that, and it has nothing prepared yet.
+pub fn own_gpu() -> Option<Arc<Gpu>> {
+    open_gpu().filter(has_the_bits)
+}
+
+/// A GPU whose bits differ from the reference's within the stated bound.
+pub fn approximate_gpu() -> Option<DeviceHandle> {
+    open_gpu().filter(|gpu| gpu.properties().compute != (9, 0)).map(|gpu| gpu as DeviceHandle)
+}
+
+/// The GPU that all tests of an executable share.
 pub fn gpu() -> Option<DeviceHandle> {
-    cuda().map(|gpu| gpu as DeviceHandle)
+    static GPU: LazyLock<Option<Arc<Gpu>>> = LazyLock::new(open_gpu);
+    match &*GPU {
+        Some(gpu) => has_the_bits(gpu).then(|| gpu.clone() as DeviceHandle),
+        None => {
+            println!("skipped: no GPU");
+            None
+        }
+    }
 }
 
 /// An emulator of each architecture, and the GPU where there is one.
