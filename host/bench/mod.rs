@@ -8,4 +8,4 @@ mod decode;
 mod recorded;
 
 pub use decode::{DecodeOptions, DecodeRow, ReadRow, StageTimes, decode, read_floor};
-pub use recorded::{BenchShape, Recorded, SHAPES, TOKENS};
+pub use recorded::{BenchShape, RECORDED_READ, Recorded, SHAPES, TOKENS};

@@ -3,6 +3,11 @@
 //! Exit codes: 0, everything ran and agreed; 1, a disagreement or a back end that failed; 2, bad input. Errors go to stderr.
 
 mod backend;
+mod bench;
+mod diff;
+mod html;
+mod info;
+mod inspect;
 mod output;
 mod run;
 
@@ -22,6 +27,14 @@ struct Cli {
 enum Command {
     /// Run a layer of a checkpoint on several back ends and compare the results.
     Run(run::Args),
+    /// Time layers on a GPU.
+    Bench(bench::Args),
+    /// Compare back ends bit for bit: one operation on given or drawn values, or all operations.
+    Diff(diff::Args),
+    /// Show what a checkpoint holds and which plans its layers get.
+    Inspect(inspect::Args),
+    /// Show devices, embedded modules, kernels and plans.
+    Info(info::Args),
 }
 
 /// What a command that ran to its end has found.
@@ -36,6 +49,10 @@ pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let verdict = match cli.command {
         Command::Run(args) => run::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Diff(args) => diff::diff(&args),
+        Command::Inspect(args) => inspect::inspect(&args),
+        Command::Info(args) => info::info(&args),
     };
     match verdict {
         Ok(Verdict::Agreed) => ExitCode::SUCCESS,

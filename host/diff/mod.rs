@@ -1,7 +1,14 @@
 //! Differential tests: one input, every back end, the same bits.
 
 mod case;
+mod compare;
 mod draw;
+mod file;
+mod op;
+mod probe;
 
 pub use case::{Case, DeviceCase, ONE, Random, SHAPE, floats};
+pub use compare::{Comparison, LOWEST, Mismatch, UlpHistogram};
 pub use draw::{Family, draw};
+pub use file::CaseFile;
+pub use op::{DrawOptions, Element, Op, OpCase, Output, draw_op, name_of};

@@ -1,0 +1,229 @@
+//! `megamoe bench`: times on a GPU, beside recorded figures of others.
+
+use super::Verdict;
+use super::backend::open_gpu;
+use super::output::{Progress, say, say_json, say_table, table};
+use clap::Subcommand;
+use comfy_table::{Cell, CellAlignment};
+use megamoe::bench::{self, BenchShape, DecodeOptions, DecodeRow, ReadRow, SHAPES, TOKENS};
+use megamoe::device::{Device, Properties};
+use megamoe::plan::Fc2Warps;
+use megamoe::{Activation, Error, Result, Split};
+use serde::Serialize;
+
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Decode layers: microseconds in a CUDA graph, cold weights, from bf16 hidden states and top-k ids to bf16 output.
+    Decode(DecodeArgs),
+    /// A read-only kernel over cold memory at three sizes: how fast the card is.
+    Read {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+#[derive(Debug, clap::Args)]
+struct DecodeArgs {
+    /// Shapes, by name (default: all). `megamoe bench decode --list` names them.
+    #[arg(long, value_delimiter = ',')]
+    shapes: Vec<String>,
+    /// List the shapes and stop.
+    #[arg(long)]
+    list: bool,
+    /// Numbers of tokens.
+    #[arg(long, value_delimiter = ',', default_values_t = TOKENS)]
+    tokens: Vec<usize>,
+    /// Activations: bf16, f16.
+    #[arg(long, value_delimiter = ',', default_value = "f16,bf16")]
+    activations: Vec<String>,
+    /// K splits of FC1 (default: all four; the layer's own default is 4).
+    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8")]
+    splits: Vec<usize>,
+    /// Warps of a block of FC2 (default: the plan's choice).
+    #[arg(long, value_delimiter = ',')]
+    fc2_warps: Vec<u32>,
+    /// Time each kernel alone too.
+    #[arg(long)]
+    stages: bool,
+    /// Seed of routings and data.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Output<'a> {
+    gpu: &'a str,
+    read: &'a [ReadRow],
+    rows: &'a [DecodeRow],
+}
+
+pub fn run(args: &Args) -> Result<Verdict> {
+    match &args.what {
+        What::Decode(args) => decode(args),
+        What::Read { json } => {
+            let gpu = open_gpu()?;
+            let rows = bench::read_floor(&gpu)?;
+            if *json {
+                say_json(&Output { gpu: &gpu.properties().name, read: &rows, rows: &[] });
+            } else {
+                say_read(gpu.properties(), &rows);
+            }
+            Ok(Verdict::Agreed)
+        }
+    }
+}
+
+/// Recorded time of a read-only kernel of about so many bytes.
+fn recorded_read(bytes: usize) -> Option<f32> {
+    bench::RECORDED_READ.iter().find(|(megabytes, _)| bytes.abs_diff(megabytes * 1_000_000) < bytes / 10).map(|r| r.1)
+}
+
+fn say_read(gpu: &Properties, rows: &[ReadRow]) {
+    let mut out = table(["read-only", "µs", "GB/s", "x recorded time"]);
+    for row in rows {
+        let rate = row.bytes as f32 / row.microseconds / 1e3;
+        let ratio = recorded_read(row.bytes).map_or("-".into(), |us| format!("{:.3}", row.microseconds / us));
+        out.add_row(right([
+            format!("{} MB", row.bytes / 1_000_000),
+            format!("{:.2}", row.microseconds),
+            format!("{rate:.0}"),
+            ratio,
+        ]));
+    }
+    say(format!("{}, {} multiprocessors", gpu.name, gpu.multiprocessors));
+    say_table(&out);
+}
+
+fn right<const N: usize>(cells: [String; N]) -> Vec<Cell> {
+    cells.into_iter().map(|cell| Cell::new(cell).set_alignment(CellAlignment::Right)).collect()
+}
+
+fn named<T: Copy, N: ToString>(name: &'static str, wanted: &[N], all: &[(String, T)]) -> Result<Vec<T>> {
+    wanted
+        .iter()
+        .map(|wanted| {
+            let found = all.iter().find(|(name, _)| *name == wanted.to_string());
+            found.map(|&(_, value)| value).ok_or_else(|| {
+                let names: Vec<_> = all.iter().map(|(name, _)| name.as_str()).collect();
+                Error::argument(name, wanted.to_string(), names.join(", "))
+            })
+        })
+        .collect()
+}
+
+fn decode(args: &DecodeArgs) -> Result<Verdict> {
+    let shapes: Vec<_> = SHAPES.iter().map(|shape| (shape.name.to_owned(), *shape)).collect();
+    if args.list {
+        let mut out = table(["shape", "hidden", "intermediate", "experts", "top-k"]);
+        for shape in SHAPES {
+            let sizes = [shape.hidden, shape.intermediate, shape.experts, shape.top_k].map(|size| size.to_string());
+            out.add_row(std::iter::once(shape.name.to_owned()).chain(sizes));
+        }
+        say_table(&out);
+        return Ok(Verdict::Agreed);
+    }
+    let splits: Vec<_> = Split::ALL.iter().map(|&split| (split.count().to_string(), split)).collect();
+    let warps: Vec<_> = Fc2Warps::ALL.iter().map(|&warps| (warps.count().to_string(), warps)).collect();
+    let activations = [("f16".to_owned(), Activation::F16), ("bf16".to_owned(), Activation::Bf16)];
+    if let Some(tokens) = args.tokens.iter().find(|&&tokens| tokens == 0) {
+        return Err(Error::argument("tokens", tokens, "at least 1"));
+    }
+    let options = DecodeOptions {
+        shapes: if args.shapes.is_empty() { SHAPES.to_vec() } else { named("shapes", &args.shapes, &shapes)? },
+        tokens: args.tokens.clone(),
+        activations: named("activations", &args.activations, &activations)?,
+        splits: named("splits", &args.splits, &splits)?,
+        fc2_warps: named("fc2_warps", &args.fc2_warps, &warps)?,
+        stages: args.stages,
+        seed: args.seed,
+    };
+    let gpu = open_gpu()?;
+    let read = bench::read_floor(&gpu)?;
+    let variants = options.splits.len() * options.fc2_warps.len().max(1) * options.activations.len();
+    let progress = Progress::steps((variants * options.tokens.len() * options.shapes.len()) as u64, "measuring");
+    let rows = bench::decode(&gpu, &options, |row| {
+        progress.now(format!("{} M={}", row.shape, row.tokens));
+        progress.step();
+    })?;
+    drop(progress);
+    if args.json {
+        say_json(&Output { gpu: &gpu.properties().name, read: &read, rows: &rows });
+        return Ok(Verdict::Agreed);
+    }
+    say_read(gpu.properties(), &read);
+    // The read bandwidth that shares refer to: the largest of the three sizes.
+    let bandwidth = read.iter().map(|row| row.bytes as f32 / row.microseconds).fold(0.0, f32::max);
+    for shape in &options.shapes {
+        let BenchShape { name, hidden, intermediate, experts, top_k, .. } = *shape;
+        say(format!("\n{name}: hidden {hidden}, intermediate {intermediate}, experts {experts}, top-{top_k}"));
+        say_table(&decode_table(shape, rows.iter().filter(|row| row.shape == name), bandwidth, options.stages));
+    }
+    say(
+        "\n* the layer's default. floor: a read-only kernel over the same bytes; CUDA: a CUDA C++ kernel with the same order of sums, its best split; best: the fastest other 4-bit implementation (all recorded figures).",
+    );
+    Ok(Verdict::Agreed)
+}
+
+fn decode_table<'a>(
+    shape: &BenchShape,
+    rows: impl Iterator<Item = &'a DecodeRow>,
+    bandwidth: f32,
+    stages: bool,
+) -> comfy_table::Table {
+    let mut heads = vec![
+        "M",
+        "type",
+        "split",
+        "warps",
+        "µs",
+        "GB/s",
+        "% of read",
+        "x floor",
+        "CUDA µs",
+        "x CUDA",
+        "best µs",
+        "best/ours",
+    ];
+    if stages {
+        heads.extend(["prep", "fc1", "fc2", "combine"]);
+    }
+    let mut out = table([""; 0]);
+    out.set_header(heads);
+    for row in rows {
+        let rate = row.bytes as f32 / row.microseconds;
+        let recorded = |figures: &[f32; 8]| BenchShape::column(row.tokens).map(|column| figures[column]);
+        let (floor, cuda, best) =
+            (recorded(&shape.recorded.read_floor), recorded(&shape.recorded.cuda), recorded(&shape.recorded.best));
+        let ratio = |value: Option<f32>| value.map_or("-".into(), |value| format!("{value:.2}"));
+        let time = |value: Option<f32>| value.map_or("-".into(), |value| format!("{value:.1}"));
+        let mut cells = vec![
+            row.tokens.to_string(),
+            row.activation.to_owned(),
+            format!("{}{}", row.split, if row.default { "*" } else { "" }),
+            row.fc2_warps.to_string(),
+            format!("{:.1}", row.microseconds),
+            format!("{:.0}", rate / 1e3),
+            format!("{:.0}", 100.0 * rate / bandwidth),
+            ratio(floor.map(|floor| row.microseconds / floor)),
+            time(cuda),
+            ratio(cuda.map(|cuda| row.microseconds / cuda)),
+            time(best),
+            ratio(best.map(|best| best / row.microseconds)),
+        ];
+        if let Some(stage) = row.stages {
+            cells.extend([stage.route_prep, stage.fc1, stage.fc2, stage.combine].map(|us| format!("{us:.1}")));
+        }
+        out.add_row(cells.into_iter().map(|cell| Cell::new(cell).set_alignment(CellAlignment::Right)));
+    }
+    out
+}

@@ -1,0 +1,166 @@
+//! `megamoe inspect`: what a checkpoint holds, and the plan that each of its layers would get.
+
+use super::Verdict;
+use super::backend::{open_emulator, open_gpu};
+use super::output;
+use comfy_table::Cell;
+use console::style;
+use megamoe::checkpoint::{Checkpoint, Inspect, LayerInfo, MoeInfo};
+use megamoe::device::DeviceHandle;
+use megamoe::plan::Plan;
+use megamoe::{LayerOptions, LayerShape, Result};
+use serde::Serialize;
+use std::path::PathBuf;
+
+/// Options of `inspect`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Folder with config.json and safetensors files.
+    #[arg(value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Number of tokens to plan for.
+    #[arg(long, value_name = "M", default_value_t = 16)]
+    tokens: usize,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Report<'a> {
+    checkpoint: &'a PathBuf,
+    #[serde(flatten)]
+    inspect: &'a Inspect,
+    plans: Vec<LayerPlan>,
+}
+
+#[derive(Serialize)]
+struct LayerPlan {
+    layer: usize,
+    device: String,
+    tokens: usize,
+    workspace_bytes: Option<usize>,
+    kernels: Vec<Launch>,
+    /// Why there is no plan.
+    problem: Option<String>,
+}
+
+/// A kernel with the size of its launch.
+#[derive(Serialize)]
+pub struct Launch {
+    pub kernel: &'static str,
+    pub blocks: u32,
+    pub shared_bytes: u32,
+}
+
+/// The launches of a pass of `plan`.
+pub fn launches(plan: &Plan, tokens: usize) -> Vec<Launch> {
+    let launch = |(kernel, grid): (&'static str, megamoe::device::Grid)| Launch {
+        kernel,
+        blocks: grid.blocks,
+        shared_bytes: grid.shared_bytes,
+    };
+    plan.describe(tokens).into_iter().map(launch).collect()
+}
+
+pub fn inspect(args: &Args) -> Result<Verdict> {
+    let checkpoint = Checkpoint::open(&args.checkpoint)?;
+    let inspect = checkpoint.inspect();
+    let device = match open_gpu() {
+        Ok(gpu) => gpu as DeviceHandle,
+        Err(_) => open_emulator(0),
+    };
+    let plans: Vec<LayerPlan> =
+        inspect.layers.iter().filter_map(|info| plan(&checkpoint, info, &device, args.tokens)).collect();
+    if args.json {
+        output::say_json(&Report { checkpoint: &args.checkpoint, inspect: &inspect, plans });
+    } else {
+        print(args, &inspect, &plans);
+    }
+    Ok(Verdict::Agreed)
+}
+
+/// The plan of a layer with routed experts; a plan that cannot be made says why.
+fn plan(checkpoint: &Checkpoint, info: &LayerInfo, device: &DeviceHandle, tokens: usize) -> Option<LayerPlan> {
+    let moe = info.moe.as_ref()?;
+    let made = shape_of(checkpoint, moe).and_then(|shape| {
+        let options = LayerOptions { limit: checkpoint.config().swiglu_limit, ..Default::default() };
+        Plan::new(device, shape, options, tokens.max(1)).map_err(|error| error.to_string())
+    });
+    let (workspace_bytes, kernels, problem) = match made {
+        Ok(plan) => (Some(plan.workspace_bytes()), launches(&plan, tokens.max(1)), None),
+        Err(problem) => (None, Vec::new(), Some(problem)),
+    };
+    let device = device.properties().name.clone();
+    Some(LayerPlan { layer: info.layer, device, tokens, workspace_bytes, kernels, problem })
+}
+
+fn shape_of(checkpoint: &Checkpoint, moe: &MoeInfo) -> std::result::Result<LayerShape, String> {
+    if !moe.formats.iter().all(|format| format.is_nvfp4()) || moe.formats.is_empty() {
+        return Err("NVFP4 experts needed".into());
+    }
+    let (Some(hidden), Some(intermediate)) = (moe.hidden, moe.intermediate) else {
+        return Err("the layout of the experts is not known".into());
+    };
+    let top_k = checkpoint.config().top_k().map_err(|error| error.to_string())?;
+    Ok(LayerShape { hidden, intermediate, output: hidden, experts: moe.experts, top_k })
+}
+
+fn print(args: &Args, inspect: &Inspect, plans: &[LayerPlan]) {
+    let config = &inspect.config;
+    output::say(style(args.checkpoint.display()).bold());
+    let size = output::bytes(inspect.bytes);
+    output::say(format!("{}: {} tensors in {} files, {size}", config.model_type, inspect.tensors, inspect.files));
+    let number = |value: Option<usize>| value.map_or("?".into(), |value| value.to_string());
+    output::say(format!(
+        "hidden {}, {} experts of width {}, {} a token, scores by {:?}{}\n",
+        number(config.hidden),
+        number(config.experts),
+        number(config.intermediate),
+        number(config.top_k),
+        config.scoring,
+        config.swiglu_limit.map_or(String::new(), |limit| format!(", clamped at {limit}")),
+    ));
+    let mut table =
+        output::table(["layer", "experts", "hidden", "intermediate", "format", "shared expert", "workspace"]);
+    for info in &inspect.layers {
+        let Some(moe) = &info.moe else {
+            table.add_row([Cell::new(info.layer), Cell::new("dense")]);
+            continue;
+        };
+        let formats = moe.formats.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let plan = plans.iter().find(|plan| plan.layer == info.layer);
+        let workspace = match plan.map(|plan| (plan.workspace_bytes, &plan.problem)) {
+            Some((Some(bytes), _)) => output::bytes(bytes as u64),
+            Some((None, Some(problem))) => format!("no plan: {problem}"),
+            _ => "–".into(),
+        };
+        table.add_row([
+            Cell::new(info.layer),
+            Cell::new(moe.experts),
+            Cell::new(number(moe.hidden)),
+            Cell::new(number(moe.intermediate)),
+            Cell::new(formats),
+            Cell::new(if moe.shared_expert { "yes" } else { "no" }),
+            Cell::new(workspace),
+        ]);
+    }
+    output::say_table(&table);
+    if let Some(plan) = plans.iter().find(|plan| plan.problem.is_none()) {
+        output::say(format!("\nPlan of layer {} for {} tokens on {}:", plan.layer, plan.tokens, plan.device));
+        print_launches(&plan.kernels);
+    }
+}
+
+/// A table of launches.
+pub fn print_launches(launches: &[Launch]) {
+    let mut table = output::table(["kernel", "blocks", "shared memory"]);
+    for launch in launches {
+        table.add_row([
+            Cell::new(launch.kernel),
+            Cell::new(launch.blocks),
+            Cell::new(output::bytes(launch.shared_bytes.into())),
+        ]);
+    }
+    output::say_table(&table);
+}
