@@ -5,10 +5,10 @@
 
 mod common;
 
-use common::{any_emulator, argument_of, cuda, devices, everywhere, gpu, scale};
+use common::{any_emulator, argument_of, devices, everywhere, gpu, own_gpu, scale};
 use cuda_std::kernel::{Family as _, Packed};
 use cuda_std::memory::{In, Out};
-use megamoe::device::{Buffer, DeviceHandle, Gpu, Grid, launch};
+use megamoe::device::{Buffer, DeviceHandle, Grid, launch};
 use megamoe::diff::{Case, DeviceCase, Family, ONE, SHAPE, draw, floats};
 use megamoe::formats::nvfp4::{GlobalScale, Nvfp4Matrix, alphas_from_processed};
 use megamoe::formats::{ExpertTensors, Nvfp4Experts, SwizzledScales};
@@ -234,7 +234,7 @@ fn b2_scales_of_rows_and_columns_off_the_swizzle() {
     let scales = SwizzledScales::from_bytes("s13", case.s13.clone(), 2, 320, 22).unwrap();
     for expert in 0..2 {
         let linear = scales.unswizzle(expert);
-        let again = SwizzledScales::swizzle("s13", &[linear.clone()]).unwrap();
+        let again = SwizzledScales::swizzle("s13", std::slice::from_ref(&linear)).unwrap();
         assert_eq!(again.unswizzle(0), linear);
         for ((row, col), offset) in
             [((1, 0), 16), ((32, 0), 4), ((33, 5), 533), ((127, 21), 3069), ((128, 0), 3072), ((319, 21), 9205)]
@@ -556,6 +556,26 @@ fn h1_h_above_the_range_of_f16() {
 }
 
 #[test]
+fn h1_x_above_the_range_of_f16() {
+    let mut case = Case::with_shape(SHAPE, 2);
+    case.options.activation = Activation::F16;
+    let range = |case: &Case| agreed(case).status.f16_range;
+    assert!(!range(&case));
+    case.set_x(1, 900, 65536.0);
+    assert!(range(&case));
+    // A token that no expert sees does not count, and an infinity was one before.
+    case.topk_ids[1] = -1;
+    assert!(!range(&case));
+    case.topk_ids[1] = 1;
+    case.set_x(1, 900, f32::INFINITY);
+    assert!(!range(&case));
+    // In bf16 there is no such range.
+    case.set_x(1, 900, 65536.0);
+    case.options.activation = Activation::Bf16;
+    assert!(!range(&case));
+}
+
+#[test]
 fn h3_silu_of_a_large_negative_gate() {
     for gate in [-88.0, -89.0, -200.0, -1e30f32] {
         let mut case = Case::new();
@@ -644,7 +664,7 @@ fn k1_order_of_the_final_sum() {
 /// A captured pass reads its buffers when it is replayed.
 #[test]
 fn l1_replay_reads_its_inputs_anew() {
-    let Some(gpu) = cuda() else { return };
+    let Some(gpu) = own_gpu() else { return };
     let device: DeviceHandle = gpu.clone();
     let shape = LayerShape { hidden: 272, intermediate: 96, output: 100, experts: 5, top_k: 4 };
     for activation in [Activation::Bf16, Activation::F16] {
@@ -674,11 +694,8 @@ fn l1_replay_reads_its_inputs_anew() {
 /// A pass whose kernels were never readied, inside a capture: an error that says so, and a stream that works afterwards.
 #[test]
 fn l3_first_pass_inside_a_capture() {
-    if cuda().is_none() {
-        return;
-    }
-    // A device of its own, on which nothing was prepared.
-    let gpu = Gpu::new(0).unwrap();
+    // Nothing was prepared on it.
+    let Some(gpu) = own_gpu() else { return };
     let device: DeviceHandle = gpu.clone();
     let case = Case::new();
     let layer = from_buffers(&device, &case).unwrap();
@@ -711,22 +728,22 @@ fn l6_nan_in_padded_rows() {
     let shape = LayerShape { hidden: 272, intermediate: 48, output: 40, experts: 4, top_k: 2 };
     let mut case = draw(Family::Random, shape, 8, 6);
     case.topk_ids = (0..16).map(|pair| pair % 4).collect();
-    let real = agreed(&case.tokens_only(0..5)).out;
-    case.x[5 * 272..].fill(0x7FC1);
-    let padded_with = |case: &Case, padding: u16| -> bool {
-        let out = agreed(case).out;
-        out[..real.len()] == real && out[real.len()..].iter().all(|&bits| bits == padding)
-    };
-    let mut skipped = case.clone();
-    skipped.topk_ids[10..].fill(-1);
-    for activation in [Activation::Bf16] {
+    for activation in [Activation::Bf16, Activation::F16] {
         case.options.activation = activation;
+        let real = agreed(&case.tokens_only(0..5)).out;
+        let padded_with = |case: &Case, padding: u16| -> bool {
+            let out = agreed(case).out;
+            out[..real.len()] == real && out[real.len()..].iter().all(|&bits| bits == padding)
+        };
+        case.x[5 * 272..].fill(0x7FC1);
         assert!(padded_with(&case, NAN));
+        let mut skipped = case.clone();
+        skipped.topk_ids[10..].fill(-1);
         assert!(padded_with(&skipped, 0));
+        // A NaN that reached a real row would be seen.
+        skipped.x[4 * 272] = 0x7FC1;
+        assert!(!padded_with(&skipped, 0));
     }
-    // A NaN that reached a real row would be seen.
-    case.x[4 * 272] = 0x7FC1;
-    assert!(!padded_with(&case, NAN));
 }
 
 /// Each buffer one element short, in turn.

@@ -5,10 +5,11 @@ mod common;
 use common::{Table, any_emulator, cancel_w13, from_tensor_order, gpu, in_tensor_order};
 use cuda_std::kernel::Kernel;
 use kernels_gpu::fc1::{fc1 as family, shared_bytes};
+use kernels_gpu::layout::permute::row_stride;
 use kernels_gpu::status;
 use megamoe::device::{Buffer, DeviceHandle, Grid, launch};
-use megamoe::diff::{Case, Family, draw};
-use megamoe::reference::{Mode, Route, convert_x, fc1, route_prep};
+use megamoe::diff::{Case, Family, Random, draw};
+use megamoe::reference::{Mode, Route, convert_x, fc1, math, route_prep};
 use megamoe::{Activation, LayerOptions, LayerShape, Order, Split};
 
 const UNTOUCHED: u16 = 0xA5A5;
@@ -35,7 +36,7 @@ fn run(case: &Case, route: &Route, device: &DeviceHandle, blocks: u32, seed: u64
     let x = Buffer::from_slice(device, &in_tensor_order(&x, hidden)).unwrap();
     let w13 = Buffer::from_slice(device, &case.w13).unwrap();
     let s13 = Buffer::from_slice(device, &case.s13).unwrap();
-    let stride = intermediate.next_multiple_of(256);
+    let stride = row_stride(intermediate);
     let h = Buffer::from_slice(device, &vec![UNTOUCHED; route.pairs() * stride]).unwrap();
     let status = Buffer::from_slice(device, &[0u32]).unwrap();
     let kernel = kernel(activation, split);
@@ -222,4 +223,54 @@ fn planted_faults_are_caught() {
     written.0[skipped * 48] = 0;
     assert!(difference(&route, 48, &wanted, &written).is_some());
     assert!(difference(&route, 48, &wanted, &(right.0, 2)).is_some());
+}
+
+/// SwiGLU of arbitrary f32, and of such pairs that other ways to write it, or another exp, would round to other bits: gate and up are
+/// global scales times 1, one pair an expert.
+#[test]
+fn swiglu_bit_by_bit() {
+    let ways: [fn(f32, f32) -> f32; 5] = [
+        |gate, up| gate / (1.0 + math::exp(-gate)) * up,
+        |gate, up| gate * (1.0 / (1.0 + math::exp(-gate))) * up,
+        |gate, up| gate * up / (1.0 + math::exp(-gate)),
+        |gate, up| gate / (1.0 + (-gate).exp()) * up,
+        |gate, up| gate / (1.0 + (-gate * std::f32::consts::LOG2_E).exp2()) * up,
+    ];
+    let mut random = Random(1);
+    for activation in [Activation::Bf16, Activation::F16] {
+        let mut pairs: Vec<(f32, f32)> = vec![];
+        let edges =
+            [0.0, 1e-40, 1e-20, 1.0, 17.0, 88.0, 88.722_83, 88.722_85, 103.0, 103.98, 104.1, 1e4, 1e30, f32::MAX];
+        for gate in edges {
+            pairs.extend([(gate, 1.5), (-gate, 1.5), (-gate, f32::MAX), (gate, -1e-38)]);
+        }
+        for other in &ways[1..] {
+            let wanted = pairs.len() + 24;
+            while pairs.len() < wanted {
+                let (gate, up) = (random.in_range(-12.0, 12.0), random.in_range(-2.0, 2.0));
+                let [right, wrong] = [ways[0], *other].map(|way| math::from_f32(activation, way(gate, up)));
+                if right != wrong {
+                    pairs.push((gate, up));
+                }
+            }
+        }
+        let shape = LayerShape { hidden: 16, intermediate: 16, output: 1, experts: pairs.len(), top_k: 1 };
+        let mut case = Case::blank(shape, pairs.len());
+        case.options.activation = activation;
+        for (expert, &(gate, up)) in pairs.iter().enumerate() {
+            case.topk_ids[expert] = expert as i32;
+            case.alpha1[expert] = [up, gate];
+            case.set_x(expert, 0, 1.0);
+            case.set_up(expert, 0, 0, 0x2);
+            case.set_gate(expert, 0, 0, 0x2);
+        }
+        let route = route_prep(&case.topk_ids, 1, pairs.len()).unwrap();
+        for device in std::iter::once(any_emulator(1)).chain(gpu()) {
+            check(&case, &device, 5, 0);
+            let (h, _) = run(&case, &route, &device, 3, 0);
+            for (&(gate, up), row) in pairs.iter().zip(h.chunks(16)) {
+                assert_eq!(row[0], math::from_f32(activation, ways[0](gate, up)), "{activation:?}: {gate}, {up}");
+            }
+        }
+    }
 }

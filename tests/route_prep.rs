@@ -5,6 +5,7 @@ mod common;
 
 use common::{ARCHS, emulator, gpu};
 use cuda_std::kernel::{DeviceRef, Kernel};
+use kernels_gpu::layout::permute::row_stride;
 use kernels_gpu::route_prep::{counting_warps, max_entries, route_prep as family, shared_bytes};
 use kernels_gpu::status;
 use megamoe::Error;
@@ -30,16 +31,18 @@ struct Batch {
     x: Vec<u16>,
 }
 
-/// What it makes. Rows and slots that nobody may read are left out.
+/// What it makes. Whatever lies behind the last entry is left out.
 #[derive(Clone, Debug, PartialEq)]
 struct Table {
-    /// Expert, pairs, bits of alpha of up, of gate and of w2, by entry.
+    /// Expert, pairs, bits of alpha1 of up and of gate, bits of alpha2, zeros; by entry.
     entries: Vec<[u32; 8]>,
-    /// Pair, token, bits of the weight, pair to read.
+    /// Pair, token, bits of the weight, pair to read; of slots without a pair only that they have none.
     slots: Vec<[u32; 4]>,
     x: Vec<u16>,
     status: u32,
 }
+
+const NO_PAIR: [u32; 4] = [u32::MAX, 0, 0, 0];
 
 impl Batch {
     /// Random ids from -2 to `experts` (so some are too large), weights, alphas, and hidden states of any bits.
@@ -78,20 +81,14 @@ impl Batch {
                 let [up, gate] = [0, 1].map(|half| self.alpha1[2 * expert + half].to_bits());
                 let down = self.alpha2[expert].to_bits();
                 table.entries.push([expert as u32, entry.len() as u32, up, gate, down, 0, 0, 0]);
-                for slot in 0..8 {
-                    // A slot without a pair names the expert's last one, which may be read in its place.
-                    let last = entry[entry.len() - 1];
-                    table.slots.push(match entry.get(slot) {
-                        Some(&pair) => {
-                            [pair as u32, (pair / self.top_k) as u32, self.weights[pair].to_bits(), pair as u32]
-                        }
-                        None => [u32::MAX, (last / self.top_k) as u32, 0, last as u32],
-                    });
-                }
+                let slot = |&pair: &usize| {
+                    [pair as u32, (pair / self.top_k) as u32, self.weights[pair].to_bits(), pair as u32]
+                };
+                table.slots.extend((0..8).map(|number| entry.get(number).map_or(NO_PAIR, slot)));
             }
         }
-        // Of each four elements the middle ones change places; a row is filled with zeros up to a multiple of 256.
-        let stride = self.hidden.next_multiple_of(256);
+        // Of each four elements the middle ones change places; a row is filled with zeros.
+        let stride = row_stride(self.hidden);
         table.x = vec![0; self.tokens * stride];
         for (i, &bits) in self.x.iter().enumerate() {
             let (token, k) = (i / self.hidden, i % self.hidden);
@@ -101,9 +98,9 @@ impl Batch {
                 _ => k,
             };
             table.x[token * stride + moved] = self.converted(bits);
-            let ids = &self.ids[token * self.top_k..(token + 1) * self.top_k];
-            let live = ids.iter().any(|&id| (0..self.experts as i32).contains(&id));
-            if live && self.leaves_range(bits) {
+            // Of tokens without experts nobody sees the hidden states.
+            let live = |&id: &i32| (0..self.experts as i32).contains(&id);
+            if self.leaves_range(bits) && self.ids[token * self.top_k..][..self.top_k].iter().any(live) {
                 table.status |= status::F16_RANGE;
             }
         }
@@ -132,15 +129,13 @@ impl Batch {
         };
         let pairs = self.tokens * self.top_k;
         let most = max_entries(pairs, self.experts);
-        let x_stride = self.hidden.next_multiple_of(256);
-        let h_stride = self.intermediate.next_multiple_of(256);
+        let (x_stride, h_stride) = (row_stride(self.hidden), row_stride(self.intermediate));
         let poisoned = |words: usize| -> Result<Buffer<u32>, Error> {
             let buffer = Buffer::new(device, words)?;
             buffer.fill(0xA5)?;
             Ok(buffer)
         };
-        let (entry_count, entries) = (poisoned(1)?, poisoned(8 * most)?);
-        let slots = poisoned(32 * most)?;
+        let (entry_count, entries, slots) = (poisoned(1)?, poisoned(8 * most)?, poisoned(8 * 4 * most)?);
         let x_permuted = Buffer::from_slice(device, &vec![0xA5A5_u16; self.tokens * x_stride])?;
         let h = Buffer::from_slice(device, &vec![0xA5A5_u16; pairs * h_stride])?;
         let status = Buffer::from_slice(device, &[0u32])?;
@@ -183,14 +178,20 @@ impl Batch {
         let count = entry_count.download()?[0] as usize;
         assert!(count <= most, "{count} entries where {most} fit");
         // Behind the last entry nothing is written.
-        assert!(entries.download()?[8 * count..].iter().all(|&word| word == 0xA5A5_A5A5));
-        assert!(slots.download()?[32 * count..].iter().all(|&word| word == 0xA5A5_A5A5));
-        Ok(Table {
-            entries: entries.download()?[..8 * count].as_chunks().0.to_vec(),
-            slots: slots.download()?[..32 * count].as_chunks().0.to_vec(),
-            x: x_permuted.download()?,
-            status: status.download()?[0],
-        })
+        let (mut entries, mut slots) = (entries.download()?, slots.download()?);
+        assert!(
+            entries.split_off(8 * count).iter().chain(&slots.split_off(32 * count)).all(|&word| word == 0xA5A5_A5A5)
+        );
+        let entries = entries.as_chunks().0.to_vec();
+        let mut slots: Vec<[u32; 4]> = slots.as_chunks().0.to_vec();
+        for (number, slot) in slots.iter_mut().enumerate().filter(|(_, slot)| slot[0] == u32::MAX) {
+            // What is read in place of a pair must be there: a token, and a pair of the same expert.
+            let entry: &[u32; 8] = &entries[number / 8];
+            assert!((slot[1] as usize) < self.tokens, "{slot:?}");
+            assert_eq!(self.ids[slot[3] as usize] as u32, entry[0], "{slot:?}");
+            *slot = NO_PAIR;
+        }
+        Ok(Table { entries, slots, x: x_permuted.download()?, status: status.download()?[0] })
     }
 
     /// As many warps as a plan would take.
@@ -289,19 +290,20 @@ fn activations_are_reordered_and_converted() {
     }
 }
 
-/// f16's range: 65520 is the first bf16 value... that rounds to infinity; one below it, an infinity or a NaN sets no status.
+/// A finite value that becomes infinite in f16 sets the status, where an expert sees it; an infinity or a NaN does not.
 #[test]
 fn the_range_of_f16() {
     let device = emulator(cuda_std::arch::ArchId::Sm90, 1, 2);
-    // bf16: 65280, 65536, +inf, NaN.
-    for (bits, status) in
-        [(0x477F, 0), (0x4780, status::F16_RANGE), (0xC780, status::F16_RANGE), (0x7F80, 0), (0x7FC0, 0)]
-    {
-        let mut batch = Batch { to: Activation::F16, ..Batch::new(2, 1, 2, 4) };
-        batch.ids.fill(0);
+    let range = status::F16_RANGE;
+    // 65280 and 65536, infinity, NaN.
+    for (bits, status) in [(0x477F, 0), (0x4780, range), (0xC780, range), (0x7F80, 0), (0x7FC0, 0)] {
+        let mut batch = Batch { to: Activation::F16, ..Batch::new(2, 2, 2, 4) };
+        batch.ids = vec![0, 0, -1, 1];
         batch.x.fill(0x3F80);
         batch.x[70] = bits;
         assert_eq!(batch.run(&device, 1, 2).unwrap().status, status, "{bits:#06x}");
+        batch.ids = vec![0, 0, -1, -5];
+        assert_eq!(batch.run(&device, 1, 2).unwrap().status, 0, "{bits:#06x} of a token without experts");
     }
 }
 

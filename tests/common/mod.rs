@@ -3,7 +3,8 @@
 #![allow(dead_code)]
 
 use cuda_std::arch::ArchId;
-use megamoe::device::{Buffer, DeviceHandle, Emulator, EmulatorOptions, Gpu};
+use kernels_gpu::layout::permute::row_stride;
+use megamoe::device::{Buffer, Device, DeviceHandle, Emulator, EmulatorOptions, Gpu};
 use megamoe::diff::{Case, Random};
 use megamoe::reference::{LayerResult, Mode, Route};
 use megamoe::{Error, LayerShape};
@@ -22,25 +23,51 @@ pub fn any_emulator(number: usize) -> DeviceHandle {
     emulator(ARCHS[number % 3], 1 + (number / 3 % 4) as u32, number as u64)
 }
 
-/// The GPU itself, for what only a GPU has. One for all tests of an executable.
-pub fn cuda() -> Option<Arc<Gpu>> {
-    static GPU: LazyLock<Option<Arc<Gpu>>> = LazyLock::new(|| match Gpu::new(0) {
+/// A GPU with a stream of its own, whatever its architecture.
+fn open_gpu() -> Option<Arc<Gpu>> {
+    match Gpu::new(0) {
         Ok(gpu) => Some(gpu),
         Err(error) if std::env::var("MEGAMOE_REQUIRE_GPU").is_ok_and(|value| value == "1") => {
             panic!("a GPU is required: {error}")
         }
-        Err(Error::NoGpu(_)) => None,
+        Err(Error::NoGpu(_)) => {
+            println!("skipped: no GPU");
+            None
+        }
         Err(error) => panic!("there is a GPU, but {error}"),
-    });
-    if GPU.is_none() {
-        println!("skipped: no GPU");
     }
-    GPU.clone()
 }
 
-/// The GPU as a device.
+/// The bits are those of compute capability 9.0, whose tensor cores the reference models.
+fn has_the_bits(gpu: &Arc<Gpu>) -> bool {
+    let properties = gpu.properties();
+    let same = properties.compute == (9, 0);
+    if !same {
+        println!("skipped: the bits of {} are not modelled", properties.name);
+    }
+    same
+}
+
+/// A GPU of this caller alone, on whose stream nothing else happens: a capture needs that, and it has nothing prepared yet.
+pub fn own_gpu() -> Option<Arc<Gpu>> {
+    open_gpu().filter(has_the_bits)
+}
+
+/// A GPU whose bits differ from the reference's within the stated bound.
+pub fn approximate_gpu() -> Option<DeviceHandle> {
+    open_gpu().filter(|gpu| gpu.properties().compute != (9, 0)).map(|gpu| gpu as DeviceHandle)
+}
+
+/// The GPU that all tests of an executable share.
 pub fn gpu() -> Option<DeviceHandle> {
-    cuda().map(|gpu| gpu as DeviceHandle)
+    static GPU: LazyLock<Option<Arc<Gpu>>> = LazyLock::new(open_gpu);
+    match &*GPU {
+        Some(gpu) => has_the_bits(gpu).then(|| gpu.clone() as DeviceHandle),
+        None => {
+            println!("skipped: no GPU");
+            None
+        }
+    }
 }
 
 /// An emulator of each architecture, and the GPU where there is one.
@@ -126,16 +153,13 @@ impl Table {
         let (mut entries, mut slots) = (vec![], vec![]);
         for entry in &order {
             let expert = entry.expert as usize;
-            let used: Vec<u32> = entry.pairs.iter().filter(|&&pair| pair >= 0).map(|&pair| pair as u32).collect();
+            let count = entry.pairs.iter().filter(|&&pair| pair >= 0).count() as u32;
             let [up, gate] = case.alpha1[expert].map(f32::to_bits);
-            entries.extend([expert as u32, used.len() as u32, up, gate, case.alpha2[expert].to_bits(), 0, 0, 0]);
-            for slot in 0..8 {
-                let (pair, weight) = match used.get(slot) {
-                    Some(&pair) => (pair, case.topk_w[pair as usize].to_bits()),
-                    None => (u32::MAX, 0),
-                };
-                let readable = used[slot.min(used.len() - 1)];
-                slots.extend([pair, readable / case.shape.top_k as u32, weight, readable]);
+            entries.extend([expert as u32, count, up, gate, case.alpha2[expert].to_bits(), 0, 0, 0]);
+            let first = entry.pairs[0] as u32;
+            for pair in entry.pairs {
+                let (to_read, weight) = if pair < 0 { (first, 0.0) } else { (pair as u32, case.topk_w[pair as usize]) };
+                slots.extend([pair as u32, to_read / case.shape.top_k as u32, weight.to_bits(), to_read]);
             }
         }
         Table {
@@ -146,10 +170,10 @@ impl Table {
     }
 }
 
-/// Rows of `width` elements in the order of the tensor cores: of each four the middle ones change places, zeros up to a multiple of
-/// 256.
+/// Rows of `width` elements in the order of the tensor cores: of each four the middle ones change places, zeros behind the
+/// last.
 pub fn in_tensor_order(rows: &[u16], width: usize) -> Vec<u16> {
-    let stride = width.next_multiple_of(256);
+    let stride = row_stride(width);
     let mut out = vec![0; rows.len() / width * stride];
     for (i, &bits) in rows.iter().enumerate() {
         out[i / width * stride + exchanged(i % width)] = bits;
@@ -159,7 +183,7 @@ pub fn in_tensor_order(rows: &[u16], width: usize) -> Vec<u16> {
 
 /// The inverse: rows of `width` elements from rows in the order of the tensor cores.
 pub fn from_tensor_order(rows: &[u16], width: usize) -> Vec<u16> {
-    let stride = width.next_multiple_of(256);
+    let stride = row_stride(width);
     rows.chunks(stride).flat_map(|row| (0..width).map(|k| row[exchanged(k)])).collect()
 }
 
