@@ -74,8 +74,7 @@ pub fn check(shape: &LayerShape, options: &LayerOptions) -> Result<()> {
         }
     }
     match options.limit {
-        // Written so that NaN is refused too.
-        Some(limit) if !(limit > 0.0) => {
+        Some(limit) if limit.is_nan() || limit <= 0.0 => {
             Err(Error::argument("limit", limit, "a positive number, or None for no clamp"))
         }
         _ => Ok(()),

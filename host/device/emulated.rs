@@ -38,6 +38,7 @@ pub struct Emulator {
 
 impl Emulator {
     /// A device with [`EmulatorOptions::default`].
+    #[allow(clippy::new_ret_no_self)] // Buffers and plans hold devices by handle.
     pub fn new() -> DeviceHandle {
         Self::with_options(EmulatorOptions::default())
     }

@@ -1,8 +1,7 @@
 //! The whole NVFP4 layer: kernels on every device against the exact reference, bit for bit.
 
-mod common;
 
-use common::{any_emulator, approximate_gpu, assert_same, devices, difference, emulator, gpu, scale};
+use crate::common::{any_emulator, approximate_gpu, assert_same, devices, difference, emulator, gpu, scale};
 use cuda_std::arch::ArchId;
 use megamoe::device::{Buffer, DeviceHandle};
 use megamoe::diff::{Case, DeviceCase, Family, Random, draw, floats};
@@ -181,7 +180,7 @@ fn bits_depend_on_neither_schedule_nor_grid_nor_variant() {
     let case = draw(Family::Random, shape(272, 96, 100, 3, 3), 9, 5);
     let wanted = case.run(Mode::Exact).unwrap();
     let mut turn = 0;
-    for arch in common::ARCHS {
+    for arch in crate::common::ARCHS {
         for multiprocessors in 1..=4 {
             let fc2_warps = Fc2Warps::ALL[turn % 4];
             turn += 1;

@@ -1,9 +1,8 @@
 //! The routing table, the reordered activations and the zeroed padding of `route_prep`, against a model that shares nothing with the
 //! kernel.
 
-mod common;
 
-use common::{ARCHS, emulator, gpu};
+use crate::common::{ARCHS, emulator, gpu};
 use cuda_std::kernel::{DeviceRef, Kernel};
 use kernels_gpu::layout::permute::row_stride;
 use kernels_gpu::route_prep::{counting_warps, max_entries, route_prep as family, shared_bytes};

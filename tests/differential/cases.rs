@@ -3,9 +3,8 @@
 //! A scale conventions, B layouts, D expert ids, E nothing to do and everything on one expert, F shapes off the tile grid,
 //! G offsets and launch limits, H special values, K determinism, L graphs, M bindings.
 
-mod common;
 
-use common::{any_emulator, argument_of, devices, everywhere, gpu, own_gpu, scale};
+use crate::common::{any_emulator, argument_of, devices, everywhere, gpu, own_gpu, scale};
 use cuda_std::kernel::{Family as _, Packed};
 use cuda_std::memory::{In, Out};
 use megamoe::device::{Buffer, DeviceHandle, Grid, launch};
@@ -67,7 +66,7 @@ fn agreed(case: &Case) -> megamoe::reference::LayerResult {
     let mut results = everywhere(case);
     let (_, wanted) = results.swap_remove(0);
     for (name, result) in &results {
-        common::assert_same(name, &case.shape, &wanted, result);
+        crate::common::assert_same(name, &case.shape, &wanted, result);
     }
     wanted
 }
@@ -685,8 +684,8 @@ fn l1_replay_reads_its_inputs_anew() {
             captured.out.fill(0xFF).unwrap();
             graph.launch().unwrap();
             let replayed = captured.take().unwrap();
-            common::assert_same(&format!("replay {replay}"), &shape, &case.run(Mode::Exact).unwrap(), &replayed);
-            common::assert_same(&format!("eager {replay}"), &shape, &case.run_on(&device).unwrap(), &replayed);
+            crate::common::assert_same(&format!("replay {replay}"), &shape, &case.run(Mode::Exact).unwrap(), &replayed);
+            crate::common::assert_same(&format!("eager {replay}"), &shape, &case.run_on(&device).unwrap(), &replayed);
         }
     }
 }

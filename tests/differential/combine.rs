@@ -1,8 +1,7 @@
 //! The sum over a token's experts, against the reference.
 
-mod common;
 
-use common::{any_emulator, gpu, is_emulated};
+use crate::common::{any_emulator, gpu, is_emulated};
 use kernels_gpu::combine::combine as family;
 use megamoe::Error;
 use megamoe::device::{Buffer, DeviceHandle, Grid, launch};
