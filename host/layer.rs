@@ -1,7 +1,7 @@
 //! An NVFP4 layer on a device: weights uploaded once, plans that know their workspace, and the forward pass.
 
 use crate::device::{Buffer, DeviceHandle, launch};
-use crate::error::{Error, Result, check_at_least, check_len};
+use crate::error::{Error, Result, check_len};
 use crate::formats::Nvfp4Experts;
 use crate::plan::Plan;
 use crate::types::{LayerOptions, LayerShape};
@@ -91,7 +91,13 @@ impl Layer {
         check_len("w2", w2.len(), needed.w2)?;
         check_len("s2", s2.len(), needed.s2)?;
         check_len("alpha2", alpha2.len(), needed.alpha2)?;
-        let weights = Weights { device: w13.device().clone(), w13, s13, alpha1, w2, s2, alpha2 };
+        let device = w13.device().clone();
+        for (name, buffer) in [("s13", &s13), ("w2", &w2), ("s2", &s2)] {
+            buffer.check(name, &device, 0)?;
+        }
+        alpha1.check("alpha1", &device, 0)?;
+        alpha2.check("alpha2", &device, 0)?;
+        let weights = Weights { device, w13, s13, alpha1, w2, s2, alpha2 };
         Ok(Layer { shape, options, weights: Arc::new(weights) })
     }
 
@@ -126,7 +132,7 @@ impl Layer {
     /// may be replayed with other tokens, routings and weights of experts in the same buffers.
     ///
     /// All arguments are checked before anything is launched. Errors name the argument: `tokens` above the plan's, a buffer that
-    /// is too short, a workspace of another plan.
+    /// is too short or of another device, a workspace of another plan.
     pub fn forward(&self, plan: &Plan, workspace: &Workspace, inputs: Inputs<'_>, out: &Buffer<u16>) -> Result<()> {
         self.enqueue(plan, workspace, inputs, out, &Stage::ALL)
     }
@@ -153,11 +159,12 @@ impl Layer {
         }
         let (x, prep_kernel) = plan.prep_kernel(inputs.x)?;
         let pairs = tokens * top_k;
-        check_at_least("x", x.len(), tokens * hidden)?;
-        check_at_least("topk_ids", inputs.topk_ids.len(), pairs)?;
-        check_at_least("topk_weights", inputs.topk_weights.len(), pairs)?;
-        check_at_least("out", out.len(), tokens * output)?;
-        check_at_least("workspace", workspace.bytes(), plan.workspace_bytes())?;
+        let owner = &self.weights.device;
+        x.check("x", owner, tokens * hidden)?;
+        inputs.topk_ids.check("topk_ids", owner, pairs)?;
+        inputs.topk_weights.check("topk_weights", owner, pairs)?;
+        out.check("out", owner, tokens * output)?;
+        workspace.memory().check("workspace", owner, plan.workspace_bytes())?;
         if tokens == 0 {
             return Ok(());
         }

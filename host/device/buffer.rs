@@ -1,9 +1,10 @@
 //! Typed device memory.
 
 use super::DeviceHandle;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check_at_least};
 use cuda_std::kernel::{DeviceMut, DeviceRef};
 use std::marker::PhantomData;
+use std::sync::Arc;
 
 /// Plain element types that can be copied to and from a device.
 pub trait Element: cuda_std::memory::Element + bytemuck::Pod {}
@@ -49,10 +50,20 @@ impl<T: Element> Buffer<T> {
         &self.device
     }
 
+    /// `Err` naming the buffer as `name` unless it belongs to `device` and has at least `needed` elements.
+    pub(crate) fn check(&self, name: &'static str, device: &DeviceHandle, needed: usize) -> Result<()> {
+        if !std::ptr::addr_eq(Arc::as_ptr(&self.device), Arc::as_ptr(device)) {
+            let given = format!("on {}", self.device.properties().name);
+            let needed = format!("a buffer of the layer's own device handle, {}", device.properties().name);
+            return Err(Error::argument(name, given, needed));
+        }
+        check_at_least(name, self.len, needed)
+    }
+
     /// Overwrites the first `data.len()` elements.
     pub fn upload(&self, data: &[T]) -> Result<()> {
         if data.len() > self.len {
-            return Err(Error::BufferLength { name: "data", given: data.len(), needed: self.len });
+            return Err(Error::argument("data", format!("{} elements", data.len()), format!("at most {}", self.len)));
         }
         self.device.upload(self.address, bytemuck::cast_slice(data))
     }

@@ -3,7 +3,6 @@
 //! A scale conventions, B layouts, D expert ids, E nothing to do and everything on one expert, F shapes off the tile grid,
 //! G offsets and launch limits, H special values, K determinism, L graphs, M bindings.
 
-
 use crate::common::{any_emulator, argument_of, devices, everywhere, gpu, own_gpu, scale};
 use cuda_std::kernel::{Family as _, Packed};
 use cuda_std::memory::{In, Out};
@@ -869,6 +868,28 @@ fn m3_scalars_and_pointers_by_value() {
     let (input, out) = (input.as_ref(), out.as_mut());
     let pointer = |address, len, writable| Packed::Pointer { address, len, element: 4, writable };
     assert_eq!(packed.as_slice()[6..], [pointer(input.address, 1, false), pointer(out.address, 8, true)]);
+}
+
+/// A buffer of another device names addresses that mean nothing, or something else, on the layer's: an error, not a launch.
+#[test]
+fn m1_buffers_of_another_device() {
+    let case = Case::new();
+    let (device, other) = (any_emulator(0), any_emulator(1));
+    let (here, there) = (case.on(&device).unwrap(), case.on(&other).unwrap());
+    let forward =
+        |workspace: &Workspace, x: &Buffer<u16>, ids: &Buffer<i32>, weights: &Buffer<f32>, out: &Buffer<u16>| {
+            let inputs = Inputs { tokens: 1, x: Hidden::Bf16(x), topk_ids: ids, topk_weights: weights };
+            here.layer.forward(&here.plan, workspace, inputs, out)
+        };
+    let named = |result: megamoe::Result<()>| argument_of(&result.unwrap_err());
+    let DeviceCase { workspace, x, topk_ids, topk_weights, out, .. } = &here;
+    assert_eq!(named(forward(&there.workspace, x, topk_ids, topk_weights, out)), "workspace");
+    assert_eq!(named(forward(workspace, &there.x, topk_ids, topk_weights, out)), "x");
+    assert_eq!(named(forward(workspace, x, &there.topk_ids, topk_weights, out)), "topk_ids");
+    assert_eq!(named(forward(workspace, x, topk_ids, &there.topk_weights, out)), "topk_weights");
+    assert_eq!(named(forward(workspace, x, topk_ids, topk_weights, &there.out)), "out");
+    forward(workspace, x, topk_ids, topk_weights, out).unwrap();
+    assert_eq!(floats(&here.take().unwrap().out)[0], 128.0);
 }
 
 /// Only the refused call is an error; the next one is right, and none is left behind.

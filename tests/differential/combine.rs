@@ -1,6 +1,5 @@
 //! The sum over a token's experts, against the reference.
 
-
 use crate::common::{any_emulator, gpu, is_emulated};
 use kernels_gpu::combine::combine as family;
 use megamoe::Error;

@@ -1,6 +1,5 @@
 //! FC1 with SwiGLU on tables made by hand, against the reference's h, bit for bit.
 
-
 use crate::common::{Table, any_emulator, cancel_w13, from_tensor_order, gpu, in_tensor_order};
 use cuda_std::kernel::Kernel;
 use kernels_gpu::fc1::{fc1 as family, shared_bytes};

@@ -1,6 +1,5 @@
 //! FC2 on tables made by hand, against the reference's weighted results, every bit of the f32.
 
-
 use crate::common::{Table, any_emulator, gpu, in_tensor_order};
 use cuda_std::kernel::Kernel;
 use kernels_gpu::fc2::{fc2 as family, shared_bytes};

@@ -1,6 +1,5 @@
 //! The whole NVFP4 layer: kernels on every device against the exact reference, bit for bit.
 
-
 use crate::common::{any_emulator, approximate_gpu, assert_same, devices, difference, emulator, gpu, scale};
 use cuda_std::arch::ArchId;
 use megamoe::device::{Buffer, DeviceHandle};

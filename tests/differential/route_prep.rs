@@ -1,7 +1,6 @@
 //! The routing table, the reordered activations and the zeroed padding of `route_prep`, against a model that shares nothing with the
 //! kernel.
 
-
 use crate::common::{ARCHS, emulator, gpu};
 use cuda_std::kernel::{DeviceRef, Kernel};
 use kernels_gpu::layout::permute::row_stride;
