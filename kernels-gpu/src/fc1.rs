@@ -137,43 +137,26 @@ fn body<T: Activation, A: Arch, const SPLIT: u32>(
     let (g, t) = (lane() / 4, lane() % 4);
     let stride = row_stride(hidden as usize);
     let token_of = |unit: Unit| slots.load(((unit.entry * ENTRY_SLOTS + g) * SLOT_WORDS + 1) as usize);
-    let start_of = |token: u32| token as usize * stride + (begin * SEGMENT + t * 32) as usize;
-    // Activations are loaded one step before they are used, the token that they belong to one unit before.
     let mut unit = first;
-    let mut at = 0;
-    let mut x_next = [[[0; 4]; 4]; 2];
-    let mut token = 0;
-    if begin < end && schedule.has(first) {
-        at = start_of(token_of(first));
-        x_next = [columns(x, at), columns(x, at + SEGMENT as usize / 2)];
-        let after = schedule.next(first);
-        if schedule.has(after) {
-            token = token_of(after);
-        }
-    }
+    let mut token = if schedule.has(unit) { token_of(unit) } else { 0 };
     let mut turn = 0;
     let mut overflow = false;
     while schedule.has(unit) {
         let next = schedule.next(unit);
+        let row = token as usize * stride + t as usize * 32;
+        if schedule.has(next) {
+            token = token_of(next);
+        }
         let mut sum = [0.0; 4];
         let mut segment = begin;
         while segment < end {
+            let at = row + (segment * SEGMENT) as usize;
+            let columns = [columns(x, at), columns(x, at + SEGMENT as usize / 2)];
             let stage = ring.take::<{ STAGES - 1 }>();
             copy_next!();
+            sum = multiply::<T, A>(stage.codes[0], stage.scales[0], columns[0], sum);
+            sum = multiply::<T, A>(stage.codes[1], stage.scales[1], columns[1], sum);
             segment += 1;
-            if segment < end {
-                at += SEGMENT as usize;
-            } else if schedule.has(next) {
-                at = start_of(token);
-                let after = schedule.next(next);
-                if schedule.has(after) {
-                    token = token_of(after);
-                }
-            }
-            sum = multiply::<T, A>(stage.codes[0], stage.scales[0], x_next[0], sum);
-            x_next[0] = columns(x, at);
-            sum = multiply::<T, A>(stage.codes[1], stage.scales[1], x_next[1], sum);
-            x_next[1] = columns(x, at + SEGMENT as usize / 2);
         }
 
         // Two sets of partial sums and a reducing warp that moves on: one barrier a unit.

@@ -119,41 +119,24 @@ fn body<T: Activation, A: Arch, const WARPS: u32>(
     let stride = row_stride(intermediate as usize);
     // Slots without a pair read another of the same expert; their columns are never stored.
     let pair_of = |unit: Unit| slots.load(((unit.entry * ENTRY_SLOTS + g) * SLOT_WORDS + 3) as usize);
-    let start_of = |pair: u32| pair as usize * stride + t as usize * 32;
-    // Activations are loaded one step before they are used, the pair that they belong to one unit before.
     let mut unit = first;
-    let mut at = 0;
-    let mut x_next = [[[0; 4]; 4]; 2];
-    let mut pair = 0;
-    if schedule.has(first) {
-        at = start_of(pair_of(first));
-        x_next = [columns(h, at), columns(h, at + SEGMENT as usize / 2)];
-        let after = schedule.next(first);
-        if schedule.has(after) {
-            pair = pair_of(after);
-        }
-    }
+    let mut pair = if schedule.has(unit) { pair_of(unit) } else { 0 };
     while schedule.has(unit) {
         let next = schedule.next(unit);
+        let row = pair as usize * stride + t as usize * 32;
+        if schedule.has(next) {
+            pair = pair_of(next);
+        }
         let mut sum = [0.0; 4];
         let mut segment = 0;
         while segment < segments {
+            let at = row + (segment * SEGMENT) as usize;
+            let columns = [columns(h, at), columns(h, at + SEGMENT as usize / 2)];
             let stage = ring.take::<{ STAGES - 1 }>();
             copy_next!();
+            sum = multiply::<T, A>(stage.codes[0], stage.scales[0], columns[0], sum);
+            sum = multiply::<T, A>(stage.codes[1], stage.scales[1], columns[1], sum);
             segment += 1;
-            if segment < segments {
-                at += SEGMENT as usize;
-            } else if schedule.has(next) {
-                at = start_of(pair);
-                let after = schedule.next(next);
-                if schedule.has(after) {
-                    pair = pair_of(after);
-                }
-            }
-            sum = multiply::<T, A>(stage.codes[0], stage.scales[0], x_next[0], sum);
-            x_next[0] = columns(h, at);
-            sum = multiply::<T, A>(stage.codes[1], stage.scales[1], x_next[1], sum);
-            x_next[1] = columns(h, at + SEGMENT as usize / 2);
         }
 
         let alpha = f32::from_bits(entries.load((unit.entry * RECORD_WORDS + 4) as usize));
