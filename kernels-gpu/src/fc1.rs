@@ -11,7 +11,7 @@ use crate::layout::tile::tile_row;
 use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS, SLOT_WORDS};
 use crate::schedule::{Schedule, Unit};
 use crate::status;
-use crate::stream::{ROWS, Ring, SEGMENT, Weights};
+use crate::stream::{Feed, ROWS, Ring, SEGMENT, Weights};
 use crate::tensor::{columns, multiply};
 use cuda_std::arch::Arch;
 use cuda_std::kernels;
@@ -94,45 +94,13 @@ fn body<T: Activation, A: Arch, const SPLIT: u32>(
     let end = (warp() + 1) * segments / SPLIT;
 
     let (schedule, first) = Schedule::new(entry_count, intermediate / UNIT_COLUMNS, grid_dim(), block_idx());
-    let expert_of = |unit: Unit| entries.load((unit.entry * RECORD_WORDS) as usize);
     let row_of = |unit: Unit, r: u32| {
         let column = tile_row(unit.tile, r % UNIT_COLUMNS, UNIT_COLUMNS, intermediate);
         if r < UNIT_COLUMNS { column } else { intermediate + column }
     };
 
-    // The copying side runs STAGES steps ahead of the computing side, across units.
-    let mut ring = Ring::<STAGES>::new(weights, warp() * Ring::<STAGES>::BYTES);
-    let mut ahead = Ahead { unit: first, segment: begin, expert: 0 };
-    if begin < end && schedule.has(first) {
-        ahead.expert = expert_of(first);
-    }
-    macro_rules! copy_next {
-        () => {
-            if begin < end && schedule.has(ahead.unit) {
-                if ahead.segment == begin {
-                    ring.seek(ahead.expert, begin, |r| row_of(ahead.unit, r));
-                    // The expert of the unit after it, so that its load is over when it is needed.
-                    let after = schedule.next(ahead.unit);
-                    if schedule.has(after) {
-                        ahead.expert = expert_of(after);
-                    }
-                }
-                ring.copy();
-                ahead.segment += 1;
-                if ahead.segment == end {
-                    ahead.unit = schedule.next(ahead.unit);
-                    ahead.segment = begin;
-                }
-            } else {
-                ring.skip();
-            }
-        };
-    }
-    let mut stage = 0;
-    while stage < STAGES {
-        copy_next!();
-        stage += 1;
-    }
+    let ring = Ring::new(weights, warp() * Ring::<STAGES>::BYTES);
+    let mut feed = Feed::<STAGES>::start(ring, schedule, first, entries, (begin, end), row_of);
 
     let (g, t) = (lane() / 4, lane() % 4);
     let stride = row_stride(hidden as usize);
@@ -152,8 +120,7 @@ fn body<T: Activation, A: Arch, const SPLIT: u32>(
         while segment < end {
             let at = row + (segment * SEGMENT) as usize;
             let columns = [columns(x, at), columns(x, at + SEGMENT as usize / 2)];
-            let stage = ring.take::<{ STAGES - 1 }>();
-            copy_next!();
+            let stage = feed.take::<{ STAGES - 1 }>(row_of);
             sum = multiply::<T, A>(stage.codes[0], stage.scales[0], columns[0], sum);
             sum = multiply::<T, A>(stage.codes[1], stage.scales[1], columns[1], sum);
             segment += 1;
@@ -201,14 +168,6 @@ fn body<T: Activation, A: Arch, const SPLIT: u32>(
     if overflow {
         status.atomic_or(0, status::F16_RANGE);
     }
-}
-
-/// Where the copying side stands.
-struct Ahead {
-    unit: Unit,
-    segment: u32,
-    /// Expert of `unit` before its first segment, of the unit after it from then on.
-    expert: u32,
 }
 
 /// silu(min(gate, limit)) · clamp(up, ±limit), left to right, NaN kept.

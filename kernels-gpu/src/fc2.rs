@@ -8,7 +8,7 @@ use crate::layout::permute::row_stride;
 use crate::layout::tile::tile_row;
 use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS, SLOT_WORDS};
 use crate::schedule::{Schedule, Unit};
-use crate::stream::{ROWS, Ring, SEGMENT, Weights};
+use crate::stream::{Feed, ROWS, Ring, SEGMENT, Weights};
 use crate::tensor::{columns, multiply};
 use cuda_std::arch::Arch;
 use cuda_std::kernels;
@@ -76,44 +76,12 @@ fn body<T: Activation, A: Arch, const WARPS: u32>(
     // Neighbouring units go to different multiprocessors.
     let worker = warp() * grid_dim() + block_idx();
     let (schedule, first) = Schedule::new(entry_count, output.div_ceil(ROWS), grid_dim() * WARPS, worker);
-    let expert_of = |unit: Unit| entries.load((unit.entry * RECORD_WORDS) as usize);
     let row_of = |unit: Unit, r: u32| tile_row(unit.tile, r, ROWS, output);
     // Rows past the end are copied from the last row and never stored.
     let source_row = |unit: Unit, r: u32| row_of(unit, r).min(output - 1);
 
-    // The copying side runs STAGES steps ahead of the computing side, across units.
-    let mut ring = Ring::<STAGES>::new(weights, warp() * Ring::<STAGES>::BYTES);
-    let mut ahead = Ahead { unit: first, segment: 0, expert: 0 };
-    if schedule.has(first) {
-        ahead.expert = expert_of(first);
-    }
-    macro_rules! copy_next {
-        () => {
-            if schedule.has(ahead.unit) {
-                if ahead.segment == 0 {
-                    ring.seek(ahead.expert, 0, |r| source_row(ahead.unit, r));
-                    // The expert of the unit after it, so that its load is over when it is needed.
-                    let after = schedule.next(ahead.unit);
-                    if schedule.has(after) {
-                        ahead.expert = expert_of(after);
-                    }
-                }
-                ring.copy();
-                ahead.segment += 1;
-                if ahead.segment == segments {
-                    ahead.unit = schedule.next(ahead.unit);
-                    ahead.segment = 0;
-                }
-            } else {
-                ring.skip();
-            }
-        };
-    }
-    let mut stage = 0;
-    while stage < STAGES {
-        copy_next!();
-        stage += 1;
-    }
+    let ring = Ring::new(weights, warp() * Ring::<STAGES>::BYTES);
+    let mut feed = Feed::<STAGES>::start(ring, schedule, first, entries, (0, segments), source_row);
 
     let (g, t) = (lane() / 4, lane() % 4);
     let stride = row_stride(intermediate as usize);
@@ -132,8 +100,7 @@ fn body<T: Activation, A: Arch, const WARPS: u32>(
         while segment < segments {
             let at = row + (segment * SEGMENT) as usize;
             let columns = [columns(h, at), columns(h, at + SEGMENT as usize / 2)];
-            let stage = ring.take::<{ STAGES - 1 }>();
-            copy_next!();
+            let stage = feed.take::<{ STAGES - 1 }>(source_row);
             sum = multiply::<T, A>(stage.codes[0], stage.scales[0], columns[0], sum);
             sum = multiply::<T, A>(stage.codes[1], stage.scales[1], columns[1], sum);
             segment += 1;
@@ -160,12 +127,4 @@ fn body<T: Activation, A: Arch, const WARPS: u32>(
         finish!(sum[1], sum[3], 2 * t + 1);
         unit = next;
     }
-}
-
-/// Where the copying side stands.
-struct Ahead {
-    unit: Unit,
-    segment: u32,
-    /// Expert of `unit` before its first segment, of the unit after it from then on.
-    expert: u32,
 }

@@ -1,11 +1,13 @@
 //! Weight tiles through shared memory: each warp has a ring of stages of its own, so no block barrier stands between a copy
-//! and its use.
+//! and its use. [`Feed`] keeps the ring full, [`Ring`] is the memory behind it.
 //!
 //! A stage holds 16 rows by 256 k: 128 bytes of codes and 16 bytes of scales a row. The 16-byte piece p of row r lies at
 //! piece p xor 4·(r mod 2), so that eight lanes that read two rows hit all 32 banks once.
 
 use crate::layout::permute;
 use crate::layout::scale::{padded_cols, swizzled_len, swizzled_offset};
+use crate::route_prep::RECORD_WORDS;
+use crate::schedule::{Schedule, Unit};
 use cuda_std::memory::In;
 use cuda_std::shared::Shared;
 use cuda_std::thread::lane;
@@ -184,4 +186,78 @@ pub struct Fragments {
     pub codes: [[[u32; 4]; 2]; 2],
     /// Two block scales: k 32t to 32t+15 and 32t+16 to 32t+31.
     pub scales: [[u16; 2]; 2],
+}
+
+/// The copying side of a persistent warp. It runs `STAGES` steps ahead of the computing side, from one unit of work into the next.
+pub struct Feed<const STAGES: u32> {
+    ring: Ring<STAGES>,
+    schedule: Schedule,
+    entries: In<u32>,
+    begin: u32,
+    end: u32,
+    unit: Unit,
+    segment: u32,
+    /// Expert of `unit` before its first segment is copied, of the unit after it from then on: loaded long before it is needed.
+    expert: u32,
+}
+
+impl<const STAGES: u32> Feed<STAGES> {
+    /// Starts the first `STAGES` copies of a warp that takes segments `begin` to `end` of each of its units, from `first` on. The
+    /// experts are in `entries`, and `row(unit, r)` is row r of a unit's tile.
+    #[inline(always)]
+    pub fn start(
+        ring: Ring<STAGES>,
+        schedule: Schedule,
+        first: Unit,
+        entries: In<u32>,
+        segments: (u32, u32),
+        row: impl Fn(Unit, u32) -> u32,
+    ) -> Self {
+        let (begin, end) = segments;
+        let mut feed = Feed { ring, schedule, entries, begin, end, unit: first, segment: begin, expert: 0 };
+        if begin < end && schedule.has(first) {
+            feed.expert = feed.expert_of(first);
+        }
+        let mut stage = 0;
+        while stage < STAGES {
+            feed.copy(&row);
+            stage += 1;
+        }
+        feed
+    }
+
+    /// The oldest stage; another copy starts in its place. `PENDING` is `STAGES` - 1.
+    #[inline(always)]
+    pub fn take<const PENDING: u32>(&mut self, row: impl Fn(Unit, u32) -> u32) -> Fragments {
+        let fragments = self.ring.take::<PENDING>();
+        self.copy(&row);
+        fragments
+    }
+
+    #[inline(always)]
+    fn expert_of(&self, unit: Unit) -> u32 {
+        self.entries.load((unit.entry * RECORD_WORDS) as usize)
+    }
+
+    #[inline(always)]
+    fn copy(&mut self, row: &impl Fn(Unit, u32) -> u32) {
+        if self.begin < self.end && self.schedule.has(self.unit) {
+            if self.segment == self.begin {
+                let unit = self.unit;
+                self.ring.seek(self.expert, self.begin, |r| row(unit, r));
+                let after = self.schedule.next(unit);
+                if self.schedule.has(after) {
+                    self.expert = self.expert_of(after);
+                }
+            }
+            self.ring.copy();
+            self.segment += 1;
+            if self.segment == self.end {
+                self.unit = self.schedule.next(self.unit);
+                self.segment = self.begin;
+            }
+        } else {
+            self.ring.skip();
+        }
+    }
 }
