@@ -330,7 +330,8 @@ macro_rules! kernels {
             ) -> core::result::Result<(), $crate::emu::Fault> {
                 let mut next = packed.iter().copied();
                 $(let $arg = <$ty as $crate::kernel::Param>::unpack(
-                    next.next().expect("as many as declared"), launch)?;)+
+                    next.next().expect("as many as declared"), launch)
+                    .map_err(|fault| fault.of_kernel(stringify!($name)))?;)+
                 match launch.arch {
                     $crate::arch::ArchId::Sm80 => {
                         #[allow(dead_code)]
