@@ -408,3 +408,37 @@ fn info_lists_modules_and_kernels() {
     assert!(kernels.iter().any(|kernel| kernel["kernel"] == "combine_f32_bf16" && kernel["threads"] == 256));
     assert_eq!(report["no_gpu"].is_string(), no_gpu());
 }
+
+/// A folder's name need not be UTF-8, and JSON must be.
+#[cfg(unix)]
+#[test]
+fn json_of_a_path_that_is_no_utf8() {
+    use std::os::unix::ffi::OsStrExt;
+    let dir = tempfile::tempdir().unwrap();
+    let odd = dir.path().join(std::ffi::OsStr::from_bytes(b"bad\xff\xfe"));
+    std::os::unix::fs::symlink(testdata("qwen3moe-nvfp4-modelopt"), &odd).unwrap();
+    let program = bundle().map(|testdata| testdata.with_file_name("megamoe"));
+    let program = program.unwrap_or_else(|| env!("CARGO_BIN_EXE_megamoe").into());
+    for command in [&["run", "--backend", "cpu", "--json", "--checkpoint"][..], &["inspect", "--json"]] {
+        let output = Command::new(&program).args(command).arg(&odd).output().unwrap();
+        assert!(json(&output, 0)["checkpoint"].as_str().unwrap().contains("bad"), "{command:?}");
+    }
+}
+
+/// A result that cannot be written is an error; a reader that has gone away is none.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_is_noticed() {
+    let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let program = bundle().map(|testdata| testdata.with_file_name("megamoe"));
+    let program = program.unwrap_or_else(|| env!("CARGO_BIN_EXE_megamoe").into());
+    let output = Command::new(program).args(["info", "--json"]).stdout(full).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(stderr(&output).contains("standard output"), "{}", stderr(&output));
+}
+
+#[test]
+fn no_cases_and_lists_as_json_are_refused() {
+    assert_eq!(megamoe(&["diff", "--all", "--cases", "0"]).status.code(), Some(2));
+    assert_eq!(megamoe(&["bench", "decode", "--list", "--json"]).status.code(), Some(2));
+}

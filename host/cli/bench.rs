@@ -35,7 +35,7 @@ struct DecodeArgs {
     #[arg(long, value_delimiter = ',')]
     shapes: Vec<String>,
     /// List the shapes and stop.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "json")]
     list: bool,
     /// Numbers of tokens.
     #[arg(long, value_delimiter = ',', default_values_t = TOKENS)]

@@ -28,7 +28,7 @@ pub struct Args {
     #[arg(long, conflicts_with = "op")]
     all: bool,
     /// Cases of each operation and family, with `--all`.
-    #[arg(long, value_name = "N", default_value_t = 4)]
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u64).range(1..))]
     cases: u64,
     /// Seed of the values and of the emulator's scheduling.
     #[arg(long, value_name = "S", default_value_t = 0)]

@@ -29,7 +29,8 @@ pub struct Args {
 
 #[derive(Serialize)]
 struct Report<'a> {
-    checkpoint: &'a PathBuf,
+    /// As text: a path need not be UTF-8.
+    checkpoint: String,
     #[serde(flatten)]
     inspect: &'a Inspect,
     plans: Vec<LayerPlan>,
@@ -74,7 +75,7 @@ pub fn inspect(args: &Args) -> Result<Verdict> {
     let plans: Vec<LayerPlan> =
         inspect.layers.iter().filter_map(|info| plan(&checkpoint, info, &device, args.tokens)).collect();
     if args.json {
-        output::say_json(&Report { checkpoint: &args.checkpoint, inspect: &inspect, plans });
+        output::say_json(&Report { checkpoint: args.checkpoint.display().to_string(), inspect: &inspect, plans });
     } else {
         print(args, &inspect, &plans);
     }

@@ -8,9 +8,16 @@ use std::fmt::Display;
 use std::io::Write;
 use std::time::Duration;
 
-/// Prints a line to stdout. A reader that has gone away is no error.
+/// Prints a line to stdout. A reader that has gone away is no error; a result that cannot be written ends the program with 2.
 pub fn say(text: impl Display) {
-    let _ = writeln!(std::io::stdout(), "{text}");
+    let mut stdout = std::io::stdout().lock();
+    match writeln!(stdout, "{text}").and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            complain(format!("standard output: {error}"));
+            std::process::exit(2);
+        }
+        _ => {}
+    }
 }
 
 /// Prints an error to stderr.

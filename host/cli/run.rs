@@ -52,7 +52,8 @@ pub struct Args {
 /// What `--json` prints.
 #[derive(Debug, Serialize)]
 struct Report {
-    checkpoint: PathBuf,
+    /// As text: a path need not be UTF-8.
+    checkpoint: String,
     layer: usize,
     format: &'static str,
     shape: Shape,
@@ -172,7 +173,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
     let agreed = results.iter().all(|outcome| outcome.agrees);
     let LayerShape { hidden, intermediate, experts, top_k, .. } = shape;
     let report = Report {
-        checkpoint: args.checkpoint.clone(),
+        checkpoint: args.checkpoint.display().to_string(),
         layer: number,
         format: "nvfp4",
         shape: Shape { hidden, intermediate, experts, top_k },
@@ -516,7 +517,7 @@ fn print(report: &Report, writer: Option<&ExpertFormat>, batch: &Batch) {
     let format = writer.map_or("nvfp4".into(), ToString::to_string);
     output::say(format!(
         "{}, layer {}: {format}, {experts} experts ({top_k} a token), hidden {hidden}, intermediate {intermediate}",
-        style(report.checkpoint.display()).bold(),
+        style(&report.checkpoint).bold(),
         report.layer,
     ));
     output::say(format!("{} tokens {}\n", report.tokens, batch.source));
