@@ -791,3 +791,13 @@ proptest! {
         exercise(folder.path());
     }
 }
+
+#[test]
+fn a_bias_of_an_expert_is_refused() {
+    let mut model = Model::tiny();
+    assert!(Checkpoint::open(model.write().path()).unwrap().load_nvfp4(0).is_ok());
+    let name = "model.layers.0.mlp.experts.1.up_proj.bias";
+    model.tensors.insert(name.to_string(), Raw::f32(&[16], &[0.5; 16]));
+    let (tensor, problem) = tensor_error(load_error(&model));
+    assert!(tensor == name && problem.contains("biases"), "{tensor}: {problem}");
+}

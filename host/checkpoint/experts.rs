@@ -122,6 +122,11 @@ pub(super) fn nvfp4_tensors<'a>(
     block: &MoeBlock,
     config: &ModelConfig,
 ) -> Result<Vec<ExpertTensors<'a>>> {
+    // Leaving a bias out would give plausible, wrong numbers.
+    let prefix = format!("{}.", block.prefix);
+    if let Some(bias) = store.with_prefix(&prefix).find(|tensor| tensor.name.ends_with("bias")) {
+        return Err(bias.error("experts with biases are not supported"));
+    }
     match block.layout {
         Some(ExpertLayout::PerExpert) => per_expert(store, block, config),
         Some(ExpertLayout::Fused) => fused(store, block, config),
