@@ -370,18 +370,7 @@ pure! {
 }
 
 /// `mul.bf16x2` needs sm_90; a·b + (-0) rounds the same value once and keeps the sign of a zero.
-#[cfg(cuda_arch = "sm_80")]
-#[inline(always)]
-pub fn mul_bf16x2(a: u32, b: u32) -> u32 {
-    let out: u32;
-    // SAFETY: register to register.
-    unsafe {
-        asm!("fma.rn.bf16x2 {}, {}, {}, {};", out(reg32) out, in(reg32) a, in(reg32) b, in(reg32) 0x8000_8000u32,
-            options(pure, nomem, nostack, preserves_flags))
-    };
-    out
-}
-#[cfg(cuda_arch = "sm_89")]
+#[cfg(any(cuda_arch = "sm_80", cuda_arch = "sm_89"))]
 #[inline(always)]
 pub fn mul_bf16x2(a: u32, b: u32) -> u32 {
     let out: u32;
