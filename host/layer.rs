@@ -1,7 +1,7 @@
 //! An NVFP4 layer on a device: weights uploaded once, plans that know their workspace, and the forward pass.
 
 use crate::device::{Buffer, DeviceHandle, launch};
-use crate::error::{Error, Result, check_len};
+use crate::error::{Error, Result};
 use crate::formats::Nvfp4Experts;
 use crate::plan::Plan;
 use crate::types::{LayerOptions, LayerShape};
@@ -85,18 +85,13 @@ impl Layer {
     ) -> Result<Self> {
         crate::plan::check(&shape, &options)?;
         let needed = WeightLengths::of(&shape)?;
-        check_len("w13", w13.len(), needed.w13)?;
-        check_len("s13", s13.len(), needed.s13)?;
-        check_len("alpha1", alpha1.len(), needed.alpha1)?;
-        check_len("w2", w2.len(), needed.w2)?;
-        check_len("s2", s2.len(), needed.s2)?;
-        check_len("alpha2", alpha2.len(), needed.alpha2)?;
         let device = w13.device().clone();
-        for (name, buffer) in [("s13", &s13), ("w2", &w2), ("s2", &s2)] {
-            buffer.check(name, &device, 0)?;
-        }
-        alpha1.check("alpha1", &device, 0)?;
-        alpha2.check("alpha2", &device, 0)?;
+        w13.check_exact("w13", &device, needed.w13)?;
+        s13.check_exact("s13", &device, needed.s13)?;
+        alpha1.check_exact("alpha1", &device, needed.alpha1)?;
+        w2.check_exact("w2", &device, needed.w2)?;
+        s2.check_exact("s2", &device, needed.s2)?;
+        alpha2.check_exact("alpha2", &device, needed.alpha2)?;
         let weights = Weights { device, w13, s13, alpha1, w2, s2, alpha2 };
         Ok(Layer { shape, options, weights: Arc::new(weights) })
     }

@@ -10,8 +10,8 @@ use cuda_std::kernel::{DeviceMut, Kernel};
 use kernels_gpu::layout::permute::row_stride;
 use kernels_gpu::{combine, fc1, fc2, route_prep};
 
-/// Largest number of experts.
-pub const MAX_EXPERTS: usize = 4096;
+pub use crate::formats::nvfp4::MAX_EXPERTS;
+
 /// Most experts of a token.
 pub const MAX_TOP_K: usize = 32;
 /// Largest hidden size, intermediate size and output width.

@@ -31,10 +31,14 @@ fn megamoe(args: &[&str]) -> Output {
     megamoe_in(Path::new("."), args)
 }
 
-fn megamoe_in(dir: &Path, args: &[&str]) -> Output {
+/// The command line: beside the test data in a bundle, else as cargo built it.
+fn program() -> PathBuf {
     let beside = bundle().map(|testdata| testdata.with_file_name("megamoe"));
-    let program = beside.unwrap_or_else(|| env!("CARGO_BIN_EXE_megamoe").into());
-    Command::new(program).args(args).current_dir(dir).output().unwrap()
+    beside.unwrap_or_else(|| env!("CARGO_BIN_EXE_megamoe").into())
+}
+
+fn megamoe_in(dir: &Path, args: &[&str]) -> Output {
+    Command::new(program()).args(args).current_dir(dir).output().unwrap()
 }
 
 fn stdout(output: &Output) -> String {
@@ -417,10 +421,8 @@ fn json_of_a_path_that_is_no_utf8() {
     let dir = tempfile::tempdir().unwrap();
     let odd = dir.path().join(std::ffi::OsStr::from_bytes(b"bad\xff\xfe"));
     std::os::unix::fs::symlink(testdata("qwen3moe-nvfp4-modelopt"), &odd).unwrap();
-    let program = bundle().map(|testdata| testdata.with_file_name("megamoe"));
-    let program = program.unwrap_or_else(|| env!("CARGO_BIN_EXE_megamoe").into());
     for command in [&["run", "--backend", "cpu", "--json", "--checkpoint"][..], &["inspect", "--json"]] {
-        let output = Command::new(&program).args(command).arg(&odd).output().unwrap();
+        let output = Command::new(program()).args(command).arg(&odd).output().unwrap();
         assert!(json(&output, 0)["checkpoint"].as_str().unwrap().contains("bad"), "{command:?}");
     }
 }
@@ -430,9 +432,7 @@ fn json_of_a_path_that_is_no_utf8() {
 #[test]
 fn a_full_disk_is_noticed() {
     let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
-    let program = bundle().map(|testdata| testdata.with_file_name("megamoe"));
-    let program = program.unwrap_or_else(|| env!("CARGO_BIN_EXE_megamoe").into());
-    let output = Command::new(program).args(["info", "--json"]).stdout(full).output().unwrap();
+    let output = Command::new(program()).args(["info", "--json"]).stdout(full).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(stderr(&output).contains("standard output"), "{}", stderr(&output));
 }

@@ -1,7 +1,7 @@
 //! Typed device memory.
 
 use super::DeviceHandle;
-use crate::error::{Error, Result, check_at_least};
+use crate::error::{Error, Result, check_at_least, check_len};
 use cuda_std::kernel::{DeviceMut, DeviceRef};
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -58,6 +58,12 @@ impl<T: Element> Buffer<T> {
             return Err(Error::argument(name, given, needed));
         }
         check_at_least(name, self.len, needed)
+    }
+
+    /// As [`Buffer::check`] for exactly `needed` elements.
+    pub(crate) fn check_exact(&self, name: &'static str, device: &DeviceHandle, needed: usize) -> Result<()> {
+        self.check(name, device, needed)?;
+        check_len(name, self.len, needed)
     }
 
     /// Overwrites the first `data.len()` elements.
