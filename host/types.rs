@@ -89,3 +89,63 @@ pub struct LayerOptions {
     /// SwiGLU clamp: gate from above, up on both sides. `None`: no clamp. Must be > 0.
     pub limit: Option<f32>,
 }
+
+/// Score that a router gives an expert, and how weights come from the scores of the chosen ones. `l` is a logit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scoring {
+    /// Softmax over all experts; the weight is the probability.
+    Softmax,
+    /// Top-k logits first, then softmax over those alone.
+    SelectedSoftmax,
+    /// sigmoid(l).
+    Sigmoid,
+    /// sqrt(softplus(l)).
+    SqrtSoftplus,
+}
+
+/// Limits the choice of experts to the best groups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Groups {
+    /// Groups of consecutive experts; divides the number of experts.
+    pub count: usize,
+    /// Groups that stay: those with the largest sums of their two best scores.
+    pub keep: usize,
+}
+
+/// How logits become expert ids and weights.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Routing {
+    /// Scores.
+    pub scoring: Scoring,
+    /// Experts of a token.
+    pub top_k: usize,
+    /// Whether the weights are divided by their sum.
+    pub renormalize: bool,
+    /// Restriction to groups of experts.
+    pub groups: Option<Groups>,
+    /// Factor on the weights, after renormalising.
+    pub scale: f32,
+}
+
+/// What joins gate and up, with its clamp: gate from above, up on both sides, before the activation.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Gating {
+    /// (g · sigmoid(g)) · u.
+    Silu {
+        /// Clamp, > 0. `None`: none.
+        limit: Option<f32>,
+    },
+    /// (u + 1) · (g · sigmoid(alpha · g)).
+    SwigluOai {
+        /// Factor inside the sigmoid (1.702 in gpt-oss).
+        alpha: f32,
+        /// Clamp, > 0 (7 in gpt-oss).
+        limit: f32,
+    },
+}
+
+impl Default for Gating {
+    fn default() -> Self {
+        Gating::Silu { limit: None }
+    }
+}
