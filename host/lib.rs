@@ -6,6 +6,7 @@
 //! | [`formats`] | E2M1, e4m3, scale layouts, packing and quantising experts |
 //! | [`device`] | a GPU or the emulator behind one trait, and typed buffers |
 //! | [`layer`] | weights on a device, and the forward pass |
+//! | [`ops`] | the single operations, each with a checked launcher |
 //! | [`plan`], [`workspace`] | kernels, grids and scratch memory of a pass; limits |
 //! | [`mod@reference`] | what a pass must give, bit for bit |
 //! | [`diff`], [`mod@bench`] | inputs for differential tests, benchmarks |
@@ -22,6 +23,7 @@ pub mod diff;
 pub mod error;
 pub mod formats;
 pub mod layer;
+pub mod ops;
 pub mod plan;
 pub mod reference;
 pub mod types;

@@ -39,11 +39,27 @@ impl<T: Element> In<T> {
         self.0.is_null()
     }
 
+    /// The `len` elements at device address `address`, as tables of addresses hold them; 0 gives no buffer. Read them with
+    /// [`In::stream`], [`In::stream_v4`] and asynchronous copies: of an address that was loaded the compiler does not know that
+    /// it is global, and other loads become generic ones.
+    #[inline(always)]
+    #[track_caller]
+    pub fn at(address: u64, len: usize) -> Self {
+        In(imp::RawIn::at(address, len))
+    }
+
     /// Element `index` (`ld.global`).
     #[inline(always)]
     #[track_caller]
     pub fn load(self, index: usize) -> T {
         self.0.load(index)
+    }
+
+    /// Element `index` of data that no launch in flight writes (`ld.global.nc`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn stream(self, index: usize) -> T {
+        self.0.stream(index)
     }
 
     /// The 16 bytes from element `index` on, which must be 16-byte aligned (`ld.global.v4.b32`).
@@ -88,6 +104,20 @@ impl<T: Element> Out<T> {
     #[track_caller]
     pub fn store_v4(self, index: usize, value: [u32; 4]) {
         self.0.store_v4(index, value)
+    }
+
+    /// Writes 8 bytes from element `index` on, which must be 8-byte aligned (`st.global.v2.b32`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn store_v2(self, index: usize, value: [u32; 2]) {
+        self.0.store_v2(index, value)
+    }
+
+    /// Writes 4 bytes from element `index` on, which must be 4-byte aligned (`st.global.b32`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn store_word(self, index: usize, value: u32) {
+        self.0.store_word(index, value)
     }
 }
 

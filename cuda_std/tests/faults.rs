@@ -462,6 +462,23 @@ fn null_input(input: In<u32>, output: Out<u32>, _: Out<u32>) {
     }
 }
 
+kernels! {
+    pub mod table(addresses: In<u64>, len: u32, output: Out<u32>);
+    by_address[64, 1] = |_A| sum_by_address;
+}
+
+/// Each entry of a table is a buffer of `len` elements, or none.
+fn sum_by_address(addresses: In<u64>, len: u32, output: Out<u32>) {
+    let mut sum = 0;
+    for entry in 0..2 {
+        let input = In::<u32>::at(addresses.load(entry), len as usize); // fault: table_entry
+        if !input.is_null() {
+            sum += input.stream(t()) + input.stream_v4(t() / 4 * 4)[t() % 4]; // fault: table_read
+        }
+    }
+    output.store(t(), sum);
+}
+
 fn arch_paths<A: Arch>(_: In<u32>, output: Out<u32>, _: Out<u32>) {
     output.store(t(), u32::from(A::E4M3_CVT) + 2 * u32::from(A::E2M1_CVT));
 }
@@ -715,6 +732,40 @@ fn stream_of_a_buffer_that_the_launch_writes() {
         let (input, output) = unsafe { (DeviceRef::new(address, 32), DeviceMut::new(address + 128, 32)) };
         let args = case::Args { input, output, status: memory.status.as_mut() };
         launch(&memory.device, case::stream, args, 1, seed, arch).expect("the parts do not overlap");
+    });
+}
+
+#[test]
+fn buffers_by_address() {
+    let run = |device: &Device, entries: [u64; 2], len: u32, output: &mut Allocation, seed, arch| {
+        let addresses = device.upload(&entries);
+        let args = table::Args { addresses: addresses.as_ref(), len, output: output.as_mut() };
+        let launch = Launch { device, grid: 1, threads: 64, shared_bytes: 0, arch, seed };
+        (table::by_address.emulate)(&launch, table::Family::pack(args).as_slice())
+    };
+    every_schedule(|seed, arch| {
+        let device = Device::new();
+        let input = device.upload(&[7u32; 64]);
+        let mut output = device.alloc(256);
+        let here = input.address();
+        run(&device, [here, 0], 64, &mut output, seed, arch).expect("one entry, and none");
+        assert_eq!(output.download::<u32>().unwrap(), [14; 64]);
+
+        let freed = device.alloc(256).address();
+        let own = output.address();
+        for (entries, len, kind, mark) in [
+            ([here, 16], 64, FaultKind::OutOfBounds, "table_entry"),
+            ([here, freed], 64, FaultKind::OutOfBounds, "table_entry"),
+            ([here, here + 4], 64, FaultKind::OutOfBounds, "table_entry"),
+            ([here + 2, 0], 32, FaultKind::Misaligned, "table_entry"),
+            ([here, 0], 63, FaultKind::OutOfBounds, "table_read"),
+            ([0, own], 64, FaultKind::StreamOfWritable, "table_read"),
+        ] {
+            let fault = run(&device, entries, len, &mut output, seed, arch).expect_err(mark);
+            assert_eq!(fault.kind, kind, "{fault}");
+            let source = fault.party.as_ref().and_then(|party| party.source.clone()).expect("a line");
+            assert_eq!(source.line, line(mark), "{fault}");
+        }
     });
 }
 

@@ -1,6 +1,7 @@
 //! One block: its lanes as coroutines, their schedule, and where they meet.
 
-use super::device::Storage;
+use super::Buffer;
+use super::device::{Device, Storage};
 use super::fault::{Fault, FaultKind, Party, Report, Source};
 use super::shadow::{Clocks, Shadow};
 use corosensei::stack::DefaultStack;
@@ -9,8 +10,8 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
-use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Once};
 
 mod access;
 mod meet;
@@ -29,6 +30,7 @@ const QUANTUM: u32 = 4096;
 /// What all blocks of a launch share.
 pub(super) struct Job<'a> {
     pub id: u64,
+    pub device: &'a Device,
     pub kernel: &'static str,
     pub grid: u32,
     pub threads: u32,
@@ -122,6 +124,9 @@ pub(super) struct Block {
     body: *const (dyn Fn() + Sync),
     writable: *const [Range<u64>],
     stop: *const AtomicBool,
+    device: *const Device,
+    /// Allocations that the kernel found by their addresses: alive until the block ends, whatever the host does.
+    found: Vec<Arc<Storage>>,
     warps: Vec<Warp>,
     /// Warps with a lane that can run.
     ready: u32,
@@ -350,6 +355,8 @@ impl Block {
             body: body as *const (dyn Fn() + Sync),
             writable: &[],
             stop: std::ptr::null(),
+            device: std::ptr::null(),
+            found: Vec::new(),
             warps: Vec::new(),
             ready: 0,
             lanes: Vec::new(),
@@ -390,6 +397,7 @@ impl Block {
         // SAFETY: the caller's promise; each reference ends before a lane is unwound.
         let b = || unsafe { &mut *block };
         b().abandoned = true;
+        b().device = std::ptr::null();
         for lane in 0..b().lanes.len() {
             let coroutine = b().lanes[lane].coroutine.take();
             if let Some(mut coroutine) = coroutine {
@@ -412,6 +420,8 @@ impl Block {
         self.body = unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync)>(job.body) };
         self.writable = job.writable;
         self.stop = job.stop;
+        self.device = job.device;
+        self.found.clear();
         self.random = Random::new(job.seed, u64::from(index));
         self.fault = None;
         self.stopped = false;
@@ -461,6 +471,29 @@ impl Block {
             lane.open = 0;
         }
         Ok(())
+    }
+
+    /// The `len` elements of `size` bytes at a device address.
+    pub fn find(&mut self, address: u64, len: usize, size: usize, at: At) -> Buffer {
+        if !address.is_multiple_of(size as u64) {
+            let message = format!("device address {address:#x} is no multiple of the element size {size}");
+            self.raise(FaultKind::Misaligned, at, None, message);
+        }
+        let Some(bytes) = len.checked_mul(size) else {
+            let message = format!("a buffer of {len} elements of {size} bytes");
+            self.raise(FaultKind::InvalidArgument, at, None, message);
+        };
+        // SAFETY: the launch holds the device while its lanes run.
+        match unsafe { &*self.device }.find(address, bytes) {
+            Ok((storage, offset)) => {
+                let buffer = Buffer { storage: Arc::as_ptr(&storage), offset, bytes };
+                if !self.found.iter().any(|known| Arc::ptr_eq(known, &storage)) {
+                    self.found.push(storage);
+                }
+                buffer
+            }
+            Err(error) => self.raise(FaultKind::OutOfBounds, at, None, error.to_string()),
+        }
     }
 
     fn party(&self, thread: u32, at: Option<At>) -> Party {

@@ -52,7 +52,7 @@ impl Launch<'_> {
             return Err(Fault::launch(FaultKind::InvalidArgument, "", "a scalar where a buffer belongs".to_owned()));
         };
         if address == 0 {
-            return Ok(Buffer { storage: std::ptr::null(), offset: 0, bytes: 0 });
+            return Ok(Buffer::NONE);
         }
         if !address.is_multiple_of(element as u64) {
             let message = format!("device address {address:#x} is no multiple of the element size {element}");
@@ -109,6 +109,7 @@ pub fn run(launch: &Launch<'_>, args: &[Packed], name: &'static str, body: &(dyn
     let first: Mutex<Option<(u32, Fault)>> = Mutex::new(None);
     let job = Job {
         id,
+        device: launch.device,
         kernel: name,
         grid: launch.grid,
         threads: launch.threads,

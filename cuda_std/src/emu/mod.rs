@@ -357,6 +357,8 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
+    const NONE: Buffer = Buffer { storage: std::ptr::null(), offset: 0, bytes: 0 };
+
     #[inline(always)]
     fn storage(&self) -> Option<&Storage> {
         // SAFETY: null, or alive while the launch runs (see `Sync`).
@@ -465,6 +467,15 @@ macro_rules! loads {
 impl<T: RawElement> RawIn<T> {
     loads!(RawIn);
 
+    /// The `len` elements at a device address, all of which must lie in one allocation.
+    #[track_caller]
+    pub fn at(address: u64, len: usize) -> Self {
+        let at = Location::caller();
+        let block = operation(at);
+        let buffer = if address == 0 { Buffer::NONE } else { block.find(address, len, size_of::<T>(), at) };
+        RawIn { buffer, element: PhantomData }
+    }
+
     /// 16 bytes at element `index`.
     #[inline]
     #[track_caller]
@@ -472,10 +483,25 @@ impl<T: RawElement> RawIn<T> {
         words(self.access(index, Location::caller()).read())
     }
 
+    /// Element `index`, which nobody writes during the launch.
+    #[inline]
+    #[track_caller]
+    pub fn stream(self, index: usize) -> T {
+        self.check_constant(index);
+        self.load(index)
+    }
+
     /// 16 bytes at element `index`, which nobody writes during the launch.
     #[inline]
     #[track_caller]
     pub fn stream_v4(self, index: usize) -> [u32; 4] {
+        self.check_constant(index);
+        self.load_v4(index)
+    }
+
+    #[inline]
+    #[track_caller]
+    fn check_constant(self, index: usize) {
         let block = block::current();
         if let Some(storage) = self.buffer.storage().filter(|_| index < self.buffer.bytes / size_of::<T>()) {
             let address = storage.address + (self.buffer.offset + index * size_of::<T>()) as u64;
@@ -484,7 +510,6 @@ impl<T: RawElement> RawIn<T> {
                 block.raise(FaultKind::StreamOfWritable, Location::caller(), None, message);
             }
         }
-        self.load_v4(index)
     }
 }
 
@@ -503,6 +528,21 @@ impl<T: RawElement> RawOut<T> {
     #[track_caller]
     pub fn store_v4(self, index: usize, value: [u32; 4]) {
         self.access(index, Location::caller()).write(bytes(value));
+    }
+
+    /// Writes 8 bytes at element `index`.
+    #[inline]
+    #[track_caller]
+    pub fn store_v2(self, index: usize, value: [u32; 2]) {
+        let value = u64::from(value[0]) | u64::from(value[1]) << 32;
+        self.access(index, Location::caller()).write(value.to_le_bytes());
+    }
+
+    /// Writes 4 bytes at element `index`.
+    #[inline]
+    #[track_caller]
+    pub fn store_word(self, index: usize, value: u32) {
+        self.access(index, Location::caller()).write(value.to_le_bytes());
     }
 }
 

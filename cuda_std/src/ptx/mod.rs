@@ -136,10 +136,12 @@ pub trait RawElement: Sized {
     unsafe fn load_shared(address: u32) -> Self;
     #[doc(hidden)]
     unsafe fn store_shared(address: u32, value: Self);
+    #[doc(hidden)]
+    unsafe fn load_constant(address: *const Self) -> Self;
 }
 
-macro_rules! shared_elements {
-    ($($t:ty, $class:ident, $register:ty, $load:literal, $store:literal;)+) => {$(
+macro_rules! raw_elements {
+    ($($t:ty, $class:ident, $register:ty, $load:literal, $store:literal, $constant:literal;)+) => {$(
         impl RawElement for $t {
             #[inline(always)]
             unsafe fn load_shared(address: u32) -> Self {
@@ -156,16 +158,26 @@ macro_rules! shared_elements {
                         options(nostack))
                 };
             }
+            #[inline(always)]
+            unsafe fn load_constant(address: *const Self) -> Self {
+                let value: $register;
+                // SAFETY: the caller passes the address of an element of global memory that is constant while the kernel runs.
+                unsafe {
+                    asm!(concat!($constant, " {}, [{}];"), out($class) value, in(reg64) address,
+                        options(pure, readonly, nostack, preserves_flags))
+                };
+                value as $t
+            }
         }
     )+};
 }
-shared_elements! {
-    u8, reg16, u16, "ld.shared.u8", "st.shared.u8";
-    u16, reg16, u16, "ld.shared.u16", "st.shared.u16";
-    u32, reg32, u32, "ld.shared.u32", "st.shared.u32";
-    i32, reg32, i32, "ld.shared.s32", "st.shared.s32";
-    u64, reg64, u64, "ld.shared.u64", "st.shared.u64";
-    f32, reg32, f32, "ld.shared.f32", "st.shared.f32";
+raw_elements! {
+    u8, reg16, u16, "ld.shared.u8", "st.shared.u8", "ld.global.nc.u8";
+    u16, reg16, u16, "ld.shared.u16", "st.shared.u16", "ld.global.nc.u16";
+    u32, reg32, u32, "ld.shared.u32", "st.shared.u32", "ld.global.nc.u32";
+    i32, reg32, i32, "ld.shared.s32", "st.shared.s32", "ld.global.nc.s32";
+    u64, reg64, u64, "ld.shared.u64", "st.shared.u64", "ld.global.nc.u64";
+    f32, reg32, f32, "ld.shared.f32", "st.shared.f32", "ld.global.nc.f32";
 }
 
 /// Shared-window address of byte `offset` of the dynamic shared memory.
@@ -245,6 +257,11 @@ impl<T> Copy for RawOut<T> {}
 #[derive(Clone, Copy)]
 struct Vector([u32; 4]);
 
+/// 8 bytes that LLVM moves with one vector instruction.
+#[repr(C, align(8))]
+#[derive(Clone, Copy)]
+struct Pair([u32; 2]);
+
 impl<T: Copy> RawIn<T> {
     #[inline(always)]
     pub fn is_null(self) -> bool {
@@ -259,6 +276,18 @@ impl<T: Copy> RawIn<T> {
     pub fn load_v4(self, index: usize) -> [u32; 4] {
         // SAFETY: as above, for 16 aligned bytes.
         unsafe { (*self.0.add(index).cast::<Vector>()).0 }
+    }
+    #[inline(always)]
+    pub fn at(address: u64, _: usize) -> Self {
+        RawIn(address as *const T)
+    }
+    #[inline(always)]
+    pub fn stream(self, index: usize) -> T
+    where
+        T: RawElement,
+    {
+        // SAFETY: as above; the data is constant while the kernel runs.
+        unsafe { T::load_constant(self.0.add(index)) }
     }
     #[inline(always)]
     pub fn stream_v4(self, index: usize) -> [u32; 4] {
@@ -292,6 +321,16 @@ impl<T: Copy> RawOut<T> {
     pub fn store_v4(self, index: usize, value: [u32; 4]) {
         // SAFETY: as above, for 16 aligned bytes.
         unsafe { *self.0.add(index).cast::<Vector>() = Vector(value) }
+    }
+    #[inline(always)]
+    pub fn store_v2(self, index: usize, value: [u32; 2]) {
+        // SAFETY: as above, for 8 aligned bytes.
+        unsafe { *self.0.add(index).cast::<Pair>() = Pair(value) }
+    }
+    #[inline(always)]
+    pub fn store_word(self, index: usize, value: u32) {
+        // SAFETY: as above, for 4 aligned bytes.
+        unsafe { *self.0.add(index).cast::<u32>() = value }
     }
 }
 
