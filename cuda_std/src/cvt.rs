@@ -73,6 +73,18 @@ pub fn e4m3x2_to_f16x2<A: Arch>(codes: u16) -> u32 {
     }
 }
 
+/// Four e4m3 codes (code i in byte i) as the f16 pairs (0, 1) and (2, 3), exact.
+#[inline(always)]
+pub fn e4m3x4_to_f16x4<A: Arch>(codes: u32) -> [u32; 2] {
+    [e4m3x2_to_f16x2::<A>(codes as u16), e4m3x2_to_f16x2::<A>((codes >> 16) as u16)]
+}
+
+/// Four e4m3 codes (code i in byte i) as the bf16 pairs (0, 1) and (2, 3), exact.
+#[inline(always)]
+pub fn e4m3x4_to_bf16x4<A: Arch>(codes: u32) -> [u32; 2] {
+    e4m3x4_to_f16x4::<A>(codes).map(|pair| f32x2_to_bf16x2(f16_to_f32(pair as u16), f16_to_f32((pair >> 16) as u16)))
+}
+
 /// Two f32 as e4m3 codes, `low` in bits 0 to 7 (`cvt.rn.satfinite.e4m3x2.f32` where the architecture has it).
 #[inline(always)]
 pub fn f32x2_to_e4m3x2<A: Arch>(low: f32, high: f32) -> u16 {

@@ -76,6 +76,14 @@ impl<T: Element> Shared<T> {
         imp::load_shared_v4(self.byte(index))
     }
 
+    /// The 8 bytes from element `index` on, 8-byte aligned (`ld.shared.v2.b32`).
+    #[inline(always)]
+    #[track_caller]
+    pub fn load_v2(self, index: u32) -> [u32; 2] {
+        self.check(index, 8 / size_of::<T>() as u32);
+        imp::load_shared_v2(self.byte(index))
+    }
+
     /// Writes 16 bytes from element `index` on, 16-byte aligned (`st.shared.v4.b32`).
     #[inline(always)]
     #[track_caller]

@@ -88,7 +88,7 @@ pub struct ReadRow {
 }
 
 /// Median microseconds of one of the `calls` calls that `work` enqueues.
-fn time(gpu: &Arc<Gpu>, calls: usize, work: impl FnOnce() -> Result<()>) -> Result<f32> {
+pub(super) fn time(gpu: &Arc<Gpu>, calls: usize, work: impl FnOnce() -> Result<()>) -> Result<f32> {
     let graph = gpu.capture(work)?;
     graph.launch()?;
     let once = gpu.elapsed_ms(|| graph.launch())?;
@@ -127,7 +127,7 @@ pub fn read_floor(gpu: &Arc<Gpu>) -> Result<Vec<ReadRow>> {
 }
 
 /// A buffer of noise, made on the device.
-fn noise<T: Element>(device: &DeviceHandle, len: usize, seed: u32, scales: bool) -> Result<Buffer<T>> {
+pub(super) fn noise<T: Element>(device: &DeviceHandle, len: usize, seed: u32, scales: bool) -> Result<Buffer<T>> {
     let bytes = len * size_of::<T>();
     let buffer = Buffer::<T>::new(device, len.next_multiple_of(16))?;
     let words = bytes.next_multiple_of(16) / 4;

@@ -5,7 +5,9 @@
 //! H200's L2). Events around replays of the graph; the median of several samples, divided by the calls.
 
 mod decode;
+mod gemm;
 mod recorded;
 
 pub use decode::{DecodeOptions, DecodeRow, ReadRow, StageTimes, decode, read_floor};
+pub use gemm::{GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, gemm, multiply_rate};
 pub use recorded::{BenchShape, RECORDED_READ, Recorded, SHAPES, TOKENS};

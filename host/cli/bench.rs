@@ -5,8 +5,11 @@ use super::backend::open_gpu;
 use super::output::{Progress, say, say_json, say_table, table};
 use clap::Subcommand;
 use comfy_table::{Cell, CellAlignment};
-use megamoe::bench::{self, BenchShape, DecodeOptions, DecodeRow, ReadRow, SHAPES, TOKENS};
+use megamoe::bench::{
+    self, BenchShape, DecodeOptions, DecodeRow, GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, ReadRow, SHAPES, TOKENS,
+};
 use megamoe::device::{Device, Properties};
+use megamoe::ops::gemm::GemmKernel;
 use megamoe::plan::Fc2Warps;
 use megamoe::{Activation, Error, Result, Split};
 use serde::Serialize;
@@ -21,6 +24,8 @@ pub struct Args {
 enum What {
     /// Decode layers: microseconds in a CUDA graph, cold weights, from bf16 hidden states and top-k ids to bf16 output.
     Decode(DecodeArgs),
+    /// Grouped GEMMs: TFLOP/s of the rows that count, beside a loop of mma on registers alone.
+    Gemm(GemmArgs),
     /// A read-only kernel over cold memory at three sizes: how fast the card is.
     Read {
         /// Print one JSON object.
@@ -60,6 +65,32 @@ struct DecodeArgs {
     json: bool,
 }
 
+#[derive(Debug, clap::Args)]
+struct GemmArgs {
+    /// Layers, by name (default: all).
+    #[arg(long, value_delimiter = ',')]
+    shapes: Vec<String>,
+    /// Numbers of tokens.
+    #[arg(long, value_delimiter = ',', default_value = "64,512,2048,8192")]
+    tokens: Vec<usize>,
+    /// Kernels, by name (default: all).
+    #[arg(long, value_delimiter = ',')]
+    kernels: Vec<String>,
+    /// All tokens choose the first top-k experts.
+    #[arg(long)]
+    crowded: bool,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct GemmOutput<'a> {
+    gpu: &'a str,
+    multiply_tflops: f32,
+    rows: &'a [GemmRow],
+}
+
 #[derive(Serialize)]
 struct Output<'a> {
     gpu: &'a str,
@@ -70,6 +101,7 @@ struct Output<'a> {
 pub fn run(args: &Args) -> Result<Verdict> {
     match &args.what {
         What::Decode(args) => decode(args),
+        What::Gemm(args) => gemm(args),
         What::Read { json } => {
             let gpu = open_gpu()?;
             let rows = bench::read_floor(&gpu)?;
@@ -119,6 +151,55 @@ fn named<T: Copy, N: ToString>(name: &'static str, wanted: &[N], all: &[(String,
             })
         })
         .collect()
+}
+
+fn gemm(args: &GemmArgs) -> Result<Verdict> {
+    let shapes: Vec<_> = GEMM_SHAPES.iter().map(|shape| (shape.name.to_owned(), *shape)).collect();
+    let kernels: Vec<_> = GemmKernel::ALL.iter().map(|&kernel| (kernel.name().to_owned(), kernel)).collect();
+    if let Some(tokens) = args.tokens.iter().find(|&&tokens| tokens == 0) {
+        return Err(Error::argument("tokens", tokens, "at least 1"));
+    }
+    let options = GemmOptions {
+        shapes: if args.shapes.is_empty() { GEMM_SHAPES.to_vec() } else { named("shapes", &args.shapes, &shapes)? },
+        tokens: args.tokens.clone(),
+        kernels: if args.kernels.is_empty() {
+            GemmKernel::ALL.to_vec()
+        } else {
+            named("kernels", &args.kernels, &kernels)?
+        },
+        crowded: args.crowded,
+    };
+    let gpu = open_gpu()?;
+    let steps = options.shapes.len() * options.tokens.len() * options.kernels.len() * 2;
+    let progress = Progress::steps(steps as u64, "measuring");
+    let (rate, rows) = bench::gemm(&gpu, &options, |row| {
+        progress.now(format!("{} M={} {}", row.shape, row.tokens, row.kernel));
+        progress.step();
+    })?;
+    drop(progress);
+    if args.json {
+        say_json(&GemmOutput { gpu: &gpu.properties().name, multiply_tflops: rate, rows: &rows });
+        return Ok(Verdict::Agreed);
+    }
+    say(format!("{}: mma on registers alone {rate:.0} TFLOP/s", gpu.properties().name));
+    for shape in &options.shapes {
+        let GemmShape { name, hidden, intermediate, experts, top_k } = *shape;
+        say(format!("\n{name}: hidden {hidden}, intermediate {intermediate}, experts {experts}, top-{top_k}"));
+        let mut out = table(["M", "projection", "kernel", "µs", "TFLOP/s", "% of mma"]);
+        for row in rows.iter().filter(|row| row.shape == name) {
+            let left = |text: &str| Cell::new(text);
+            let mut cells = vec![Cell::new(row.tokens).set_alignment(CellAlignment::Right)];
+            cells.extend([left(row.projection), left(row.kernel)]);
+            cells.extend(right([
+                format!("{:.1}", row.microseconds),
+                format!("{:.1}", row.tflops),
+                format!("{:.1}", 100.0 * row.share),
+            ]));
+            out.add_row(cells);
+        }
+        say_table(&out);
+    }
+    Ok(Verdict::Agreed)
 }
 
 fn decode(args: &DecodeArgs) -> Result<Verdict> {

@@ -5,5 +5,6 @@
 //! nothing and can be captured in a graph.
 
 mod experts;
+pub mod gemm;
 
 pub use experts::ExpertTable;

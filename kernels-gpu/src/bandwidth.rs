@@ -1,9 +1,10 @@
-//! What benchmarks need beside the layer: reading and copying memory with nothing else to do (the floor that a layer is compared
-//! with), and filling it with reproducible noise.
+//! What benchmarks need beside the layer: reading and copying memory and multiplying registers with nothing else to do (the floors
+//! that kernels are compared with), and filling memory with reproducible noise.
 
-use cuda_std::kernels;
 use cuda_std::memory::{In, Out};
+use cuda_std::mma::{F16, m16n8k16};
 use cuda_std::thread::{block_dim, block_idx, grid_dim, thread_idx};
+use cuda_std::{kernels, sync};
 
 /// Threads of a block.
 pub const THREADS: u32 = 256;
@@ -45,6 +46,44 @@ kernels! {
         scales: u32,
     );
     fill_noise[THREADS, 4] = |_A| fill_body;
+}
+
+/// mma of a warp in one round of `multiply`.
+pub const ROUND: u32 = 16;
+
+kernels! {
+    /// Multiplies registers on the tensor cores: 16 independent chains a warp.
+    pub mod multiply(
+        /// Rounds of [`ROUND`] mma.
+        rounds: u32,
+        /// `[1]` written only if a sum is 1, which it never is.
+        sink: Out<f32>,
+    );
+    multiply_f16[THREADS, 2] = |_A| multiply_body;
+}
+
+#[inline(always)]
+fn multiply_body(rounds: u32, sink: Out<f32>) {
+    // 2 and 3 in f16: every sum is a multiple of 6.
+    let (a, b) = ([0x4000_4000u32; 4], [0x4200_4200u32; 2]);
+    let mut sums = [[0.0f32; 4]; ROUND as usize];
+    let mut round = 0;
+    while round < rounds {
+        sync::converge();
+        let mut i = 0;
+        while i < ROUND as usize {
+            sums[i] = m16n8k16::<F16>(a, b, sums[i]);
+            i += 1;
+        }
+        round += 1;
+    }
+    let mut i = 0;
+    while i < ROUND as usize {
+        if sums[i][0] == 1.0 || sums[i][1] == 1.0 || sums[i][2] == 1.0 || sums[i][3] == 1.0 {
+            sink.store(0, sums[i][0]);
+        }
+        i += 1;
+    }
 }
 
 #[inline(always)]

@@ -324,6 +324,14 @@ pub fn load_shared_v4(offset: u32) -> [u32; 4] {
     words(SharedAccess { offset, at: Location::caller() }.read())
 }
 
+/// Loads 8 bytes of shared memory.
+#[inline]
+#[track_caller]
+pub fn load_shared_v2(offset: u32) -> [u32; 2] {
+    let value = u64::from_le_bytes(SharedAccess { offset, at: Location::caller() }.read());
+    [value as u32, (value >> 32) as u32]
+}
+
 /// Stores 16 bytes of shared memory.
 #[inline]
 #[track_caller]

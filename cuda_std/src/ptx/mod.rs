@@ -213,6 +213,16 @@ pub fn load_shared_v4(offset: u32) -> [u32; 4] {
     [a, b, c, d]
 }
 #[inline(always)]
+pub fn load_shared_v2(offset: u32) -> [u32; 2] {
+    let (a, b): (u32, u32);
+    // SAFETY: `Shared` names 8 aligned bytes of the launch's dynamic shared memory.
+    unsafe {
+        asm!("ld.shared.v2.u32 {{{}, {}}}, [{}];", out(reg32) a, out(reg32) b, in(reg32) shared_address(offset),
+            options(nostack))
+    };
+    [a, b]
+}
+#[inline(always)]
 pub fn store_shared_v4(offset: u32, value: [u32; 4]) {
     // SAFETY: `Shared` names 16 aligned bytes of the launch's dynamic shared memory.
     unsafe {

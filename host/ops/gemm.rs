@@ -1,0 +1,433 @@
+//! Grouped GEMMs over the experts of a layer; see [`kernels_gpu::gemm`] for the order of the sums.
+
+use super::ExpertTable;
+use crate::device::{Buffer, DeviceHandle, ErasedKernel, Grid, launch};
+use crate::error::{Error, Result};
+use cuda_std::kernel::{DeviceRef, Kernel};
+use kernels_gpu::gemm::shape::Shape;
+use kernels_gpu::gemm::tiles::{BLOCK, ITEM_WORDS};
+use kernels_gpu::gemm::{self, Dense, Down, GateUp, Pm4, bf16, fp8, w8a8, w8a8_dense};
+
+/// A grouped GEMM by the name of its kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GemmKernel {
+    /// bf16 activations, e4m3 weights.
+    Fp8,
+    /// e4m3 activations and weights, a block for each possible tile.
+    W8a8,
+    /// The same bits from a work-list, 128x64 tiles.
+    W8a8Pm4,
+    /// The same bits, tiles for gate and up.
+    W8a8GateUp,
+    /// The same bits, tiles for down.
+    W8a8Down,
+    /// bf16 activations and weights.
+    Bf16,
+}
+
+impl GemmKernel {
+    /// All of them.
+    pub const ALL: [GemmKernel; 6] = [
+        GemmKernel::Fp8,
+        GemmKernel::W8a8,
+        GemmKernel::W8a8Pm4,
+        GemmKernel::W8a8GateUp,
+        GemmKernel::W8a8Down,
+        GemmKernel::Bf16,
+    ];
+
+    /// Its kernel's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            GemmKernel::Fp8 => "moe_fp8_grouped_gemm",
+            GemmKernel::W8a8 => "moe_w8a8_grouped_gemm",
+            GemmKernel::W8a8Pm4 => "moe_w8a8_grouped_gemm_pm4",
+            GemmKernel::W8a8GateUp => "moe_w8a8_grouped_gemm_e4m3_gu",
+            GemmKernel::W8a8Down => "moe_w8a8_grouped_gemm_e4m3_dn",
+            GemmKernel::Bf16 => "moe_bf16_grouped_gemm",
+        }
+    }
+
+    /// Rows of a tile: the `m_tile` of its work-list.
+    pub const fn m_tile(self) -> u32 {
+        match self {
+            GemmKernel::Fp8 => gemm::Fp8::ROWS,
+            GemmKernel::W8a8 => Dense::ROWS,
+            GemmKernel::W8a8Pm4 => Pm4::ROWS,
+            GemmKernel::W8a8GateUp => GateUp::ROWS,
+            GemmKernel::W8a8Down => Down::ROWS,
+            GemmKernel::Bf16 => gemm::Bf16::ROWS,
+        }
+    }
+
+    /// Columns of a tile.
+    pub const fn n_tile(self) -> u32 {
+        match self {
+            GemmKernel::Fp8 => gemm::Fp8::COLUMNS,
+            GemmKernel::W8a8 => Dense::COLUMNS,
+            GemmKernel::W8a8Pm4 => Pm4::COLUMNS,
+            GemmKernel::W8a8GateUp => GateUp::COLUMNS,
+            GemmKernel::W8a8Down => Down::COLUMNS,
+            GemmKernel::Bf16 => gemm::Bf16::COLUMNS,
+        }
+    }
+
+    /// Column tiles of a matrix with `n` rows: the `n_tiles` of its work-list.
+    pub const fn n_tiles(self, n: usize) -> u32 {
+        n.div_ceil(self.n_tile() as usize) as u32
+    }
+
+    const fn shared_bytes(self) -> u32 {
+        match self {
+            GemmKernel::Fp8 => gemm::FP8_SHARED_BYTES,
+            GemmKernel::W8a8 => gemm::w8a8_shared_bytes::<Dense>(),
+            GemmKernel::W8a8Pm4 => gemm::w8a8_shared_bytes::<Pm4>(),
+            GemmKernel::W8a8GateUp => gemm::w8a8_shared_bytes::<GateUp>(),
+            GemmKernel::W8a8Down => gemm::w8a8_shared_bytes::<Down>(),
+            GemmKernel::Bf16 => gemm::BF16_SHARED_BYTES,
+        }
+    }
+
+    /// Bytes of an element of the activations.
+    const fn a_bytes(self) -> usize {
+        if matches!(self, GemmKernel::Fp8 | GemmKernel::Bf16) { 2 } else { 1 }
+    }
+
+    /// Bytes of an element of the weights.
+    const fn weight_bytes(self) -> usize {
+        if matches!(self, GemmKernel::Bf16) { 2 } else { 1 }
+    }
+}
+
+/// Which tiles a launch works on.
+#[derive(Clone, Copy, Debug)]
+pub enum Tiles<'a> {
+    /// Items of a work-list that was built with the kernel's `m_tile` and `n_tiles`.
+    Listed {
+        /// [items, 4] items.
+        worklist: &'a Buffer<u32>,
+        /// `[1]` number of items.
+        total: &'a Buffer<u32>,
+    },
+    /// Every possible tile ([`GemmKernel::W8a8`] alone).
+    Dense {
+        /// [E + 1] first sorted row of each expert.
+        expert_offsets: &'a Buffer<i32>,
+        /// Row tiles of each expert that get a block: at least those of the fullest expert, or its other rows are not computed.
+        max_m_tiles: usize,
+    },
+}
+
+/// Activations.
+#[derive(Clone, Copy, Debug)]
+pub enum Activations<'a> {
+    /// [rows, k] bf16.
+    Bf16(&'a Buffer<u16>),
+    /// e4m3.
+    E4m3 {
+        /// [rows, k] codes.
+        codes: &'a Buffer<u8>,
+        /// [rows, ceil(k/128)] scales.
+        scales: &'a Buffer<f32>,
+    },
+}
+
+/// Weights of all experts.
+#[derive(Clone, Copy, Debug)]
+pub enum Weights<'a> {
+    /// [n, k] bf16 each.
+    Bf16(&'a ExpertTable<u16>),
+    /// e4m3.
+    E4m3 {
+        /// [n, k] codes each.
+        codes: &'a ExpertTable<u8>,
+        /// [ceil(n/128), ceil(k/128)] scales each.
+        scales: &'a ExpertTable<f32>,
+    },
+}
+
+/// What a launch reads and writes.
+#[derive(Clone, Copy, Debug)]
+pub struct GemmArgs<'a> {
+    /// Tiles.
+    pub tiles: Tiles<'a>,
+    /// Activations.
+    pub a: Activations<'a>,
+    /// Rows of the activations.
+    pub a_rows: usize,
+    /// Row of `a` for each sorted row; one that is no row of `a` counts as zeros. `None`: the same row.
+    pub sorted_token_ids: Option<&'a Buffer<i32>>,
+    /// Weights.
+    pub weights: Weights<'a>,
+    /// [E, n] biases.
+    pub bias: Option<&'a Buffer<f32>>,
+    /// [rows, n] bf16, at sorted rows. Rows in no expert's range, and those of experts that are not resident, are left as they are.
+    pub out: &'a Buffer<u16>,
+    /// Sorted rows.
+    pub rows: usize,
+}
+
+/// A grouped GEMM of one size, ready on a device.
+#[derive(Clone, Debug)]
+pub struct GroupedGemm {
+    device: DeviceHandle,
+    kernel: GemmKernel,
+    experts: usize,
+    n: usize,
+    k: usize,
+}
+
+impl GroupedGemm {
+    /// Readies the kernel. Errors name `num_experts`, `n` or `k`.
+    pub fn new(device: &DeviceHandle, kernel: GemmKernel, experts: usize, n: usize, k: usize) -> Result<Self> {
+        for (name, value, most) in [
+            ("num_experts", experts, crate::plan::MAX_EXPERTS),
+            ("n", n, crate::plan::MAX_WIDTH),
+            ("k", k, crate::plan::MAX_WIDTH),
+        ] {
+            if !(1..=most).contains(&value) {
+                return Err(Error::argument(name, value, format!("1 to {most}")));
+            }
+        }
+        let gemm = GroupedGemm { device: device.clone(), kernel, experts, n, k };
+        device.prepare(gemm.erased(), kernel.shared_bytes())?;
+        Ok(gemm)
+    }
+
+    /// Which kernel.
+    pub fn kernel(&self) -> GemmKernel {
+        self.kernel
+    }
+
+    /// Column tiles of its work-list.
+    pub fn n_tiles(&self) -> u32 {
+        self.kernel.n_tiles(self.n)
+    }
+
+    /// Whether rows of both operands can be copied 16 bytes at a time.
+    fn aligned(&self) -> bool {
+        (self.k * self.kernel.a_bytes()).is_multiple_of(16) && (self.k * self.kernel.weight_bytes()).is_multiple_of(16)
+    }
+
+    fn w8a8_kernel(&self) -> Kernel<w8a8::Family> {
+        use w8a8::*;
+        match (self.kernel, self.aligned()) {
+            (GemmKernel::W8a8GateUp, true) => moe_w8a8_grouped_gemm_e4m3_gu,
+            (GemmKernel::W8a8GateUp, false) => moe_w8a8_grouped_gemm_e4m3_gu_narrow,
+            (GemmKernel::W8a8Down, true) => moe_w8a8_grouped_gemm_e4m3_dn,
+            (GemmKernel::W8a8Down, false) => moe_w8a8_grouped_gemm_e4m3_dn_narrow,
+            (_, true) => moe_w8a8_grouped_gemm_pm4,
+            (_, false) => moe_w8a8_grouped_gemm_pm4_narrow,
+        }
+    }
+
+    fn dense_kernel(&self) -> Kernel<w8a8_dense::Family> {
+        use w8a8_dense::*;
+        if self.aligned() { moe_w8a8_grouped_gemm } else { moe_w8a8_grouped_gemm_narrow }
+    }
+
+    fn fp8_kernel(&self) -> Kernel<fp8::Family> {
+        if self.aligned() { fp8::moe_fp8_grouped_gemm } else { fp8::moe_fp8_grouped_gemm_narrow }
+    }
+
+    fn bf16_kernel(&self) -> Kernel<bf16::Family> {
+        if self.aligned() { bf16::moe_bf16_grouped_gemm } else { bf16::moe_bf16_grouped_gemm_narrow }
+    }
+
+    fn erased(&self) -> ErasedKernel {
+        match self.kernel {
+            GemmKernel::Fp8 => self.fp8_kernel().into(),
+            GemmKernel::W8a8 => self.dense_kernel().into(),
+            GemmKernel::W8a8Pm4 | GemmKernel::W8a8GateUp | GemmKernel::W8a8Down => self.w8a8_kernel().into(),
+            GemmKernel::Bf16 => self.bf16_kernel().into(),
+        }
+    }
+
+    /// Blocks of a launch over a work-list: as many as fit on the device at once, each of which takes every so-manieth item.
+    fn blocks(&self, capacity: u32) -> u32 {
+        let device = self.device.properties();
+        let resident = (device.shared_per_multiprocessor / (self.kernel.shared_bytes() + 1024))
+            .clamp(1, 2048 / self.erased().threads);
+        (device.multiprocessors * resident).min(capacity)
+    }
+
+    /// Enqueues the product. Errors name the argument; nothing is launched then. No rows: nothing to do.
+    pub fn launch(&self, args: GemmArgs<'_>) -> Result<()> {
+        let (device, n, k, experts) = (&self.device, self.n, self.k, self.experts);
+        let limit = i32::MAX as usize;
+        for (name, value) in [("rows", args.rows), ("a_rows", args.a_rows)] {
+            if value > limit {
+                return Err(Error::argument(name, value, format!("at most {limit}")));
+            }
+        }
+        let (k_blocks, scale_blocks) =
+            (k.div_ceil(BLOCK as usize), n.div_ceil(BLOCK as usize) * k.div_ceil(BLOCK as usize));
+        if let Some(ids) = args.sorted_token_ids {
+            ids.check("sorted_token_ids", device, args.rows)?;
+        }
+        if let Some(bias) = args.bias {
+            bias.check("bias", device, experts * n)?;
+        }
+        args.out.check("out", device, args.rows * n)?;
+        let needs_e4m3 = self.kernel.a_bytes() == 1;
+        let (a16, a8) = match args.a {
+            Activations::Bf16(a) if !needs_e4m3 => {
+                a.check("a", device, args.a_rows * k)?;
+                (Some(a), None)
+            }
+            Activations::E4m3 { codes, scales } if needs_e4m3 => {
+                codes.check("a", device, args.a_rows * k)?;
+                scales.check("a_scale", device, args.a_rows * k_blocks)?;
+                (None, Some((codes, scales)))
+            }
+            Activations::Bf16(_) => {
+                return Err(Error::argument("a", "bf16", format!("e4m3 for {}", self.kernel.name())));
+            }
+            Activations::E4m3 { .. } => {
+                return Err(Error::argument("a", "e4m3", format!("bf16 for {}", self.kernel.name())));
+            }
+        };
+        let weights = match (args.weights, self.kernel.weight_bytes()) {
+            (Weights::Bf16(weights), 2) => {
+                weights.check("weights", device, experts, n * k)?;
+                (weights.as_ref(), DeviceRef::null())
+            }
+            (Weights::E4m3 { codes, scales }, 1) => {
+                codes.check("weights", device, experts, n * k)?;
+                scales.check("b_scale", device, experts, scale_blocks)?;
+                if let Some(expert) = (0..experts).find(|&e| codes.resident()[e] && !scales.resident()[e]) {
+                    return Err(Error::argument(
+                        "b_scale",
+                        format!("none for expert {expert}"),
+                        "scales for its weights",
+                    ));
+                }
+                (codes.as_ref(), scales.as_ref())
+            }
+            (Weights::Bf16(_), _) => {
+                return Err(Error::argument("weights", "bf16", format!("e4m3 for {}", self.kernel.name())));
+            }
+            (Weights::E4m3 { .. }, _) => {
+                return Err(Error::argument("weights", "e4m3", format!("bf16 for {}", self.kernel.name())));
+            }
+        };
+        let sorted_token_ids = args.sorted_token_ids.map_or(DeviceRef::null(), Buffer::as_ref);
+        let bias = args.bias.map_or(DeviceRef::null(), Buffer::as_ref);
+        let (out, rows, a_rows) = (args.out.as_mut(), args.rows as u32, args.a_rows as u32);
+        let (n, k) = (n as u32, k as u32);
+        let shared_bytes = self.kernel.shared_bytes();
+
+        let (worklist, total) = match args.tiles {
+            Tiles::Dense { expert_offsets, max_m_tiles } => {
+                let Some((codes, scales)) = a8.filter(|_| self.kernel == GemmKernel::W8a8) else {
+                    return Err(Error::argument("tiles", "dense", format!("a work-list for {}", self.kernel.name())));
+                };
+                expert_offsets.check("expert_offsets", device, experts + 1)?;
+                let blocks = (self.n_tiles() as usize).checked_mul(experts).and_then(|b| b.checked_mul(max_m_tiles));
+                let Some(blocks) = blocks.filter(|&blocks| blocks <= limit) else {
+                    let most = limit / (self.n_tiles() as usize * experts);
+                    return Err(Error::argument("max_m_tiles", max_m_tiles, format!("at most {most}")));
+                };
+                if rows == 0 || blocks == 0 {
+                    return Ok(());
+                }
+                return launch(
+                    &**device,
+                    self.dense_kernel(),
+                    Grid { blocks: blocks as u32, shared_bytes },
+                    w8a8_dense::Args {
+                        expert_offsets: expert_offsets.as_ref(),
+                        a: codes.as_ref(),
+                        a_scale: scales.as_ref(),
+                        sorted_token_ids,
+                        weights: weights.0,
+                        scales: weights.1,
+                        bias,
+                        out,
+                        n,
+                        k,
+                        a_rows,
+                        rows,
+                        max_m_tiles: max_m_tiles as u32,
+                    },
+                );
+            }
+            Tiles::Listed { worklist, total } => (worklist, total),
+        };
+        if self.kernel == GemmKernel::W8a8 {
+            return Err(Error::argument("tiles", "a work-list", "the dense grid for moe_w8a8_grouped_gemm"));
+        }
+        let m_tile = self.kernel.m_tile() as usize;
+        let needed = (args.rows.div_ceil(m_tile) + experts.min(args.rows)) * self.n_tiles() as usize;
+        worklist.check("worklist", device, needed * ITEM_WORDS as usize)?;
+        total.check("total", device, 1)?;
+        if rows == 0 {
+            return Ok(());
+        }
+        let capacity = (worklist.len() / ITEM_WORDS as usize).min(limit) as u32;
+        let grid = Grid { blocks: self.blocks(capacity), shared_bytes };
+        let (worklist, total) = (worklist.as_ref(), total.as_ref());
+        match (a8, a16) {
+            (Some((codes, scales)), _) => launch(
+                &**device,
+                self.w8a8_kernel(),
+                grid,
+                w8a8::Args {
+                    worklist,
+                    total,
+                    a: codes.as_ref(),
+                    a_scale: scales.as_ref(),
+                    sorted_token_ids,
+                    weights: weights.0,
+                    scales: weights.1,
+                    bias,
+                    out,
+                    n,
+                    k,
+                    a_rows,
+                    rows,
+                    capacity,
+                },
+            ),
+            (_, Some(a)) if self.kernel == GemmKernel::Fp8 => launch(
+                &**device,
+                self.fp8_kernel(),
+                grid,
+                fp8::Args {
+                    worklist,
+                    total,
+                    a: a.as_ref(),
+                    sorted_token_ids,
+                    weights: weights.0,
+                    scales: weights.1,
+                    bias,
+                    out,
+                    n,
+                    k,
+                    a_rows,
+                    rows,
+                    capacity,
+                },
+            ),
+            (_, a) => launch(
+                &**device,
+                self.bf16_kernel(),
+                grid,
+                bf16::Args {
+                    worklist,
+                    total,
+                    a: a.map_or(DeviceRef::null(), Buffer::as_ref),
+                    sorted_token_ids,
+                    weights: weights.0,
+                    bias,
+                    out,
+                    n,
+                    k,
+                    a_rows,
+                    rows,
+                    capacity,
+                },
+            ),
+        }
+    }
+}

@@ -1,0 +1,379 @@
+//! Grouped GEMMs: the rows of each expert times its weights, `out[r] = a[row of r] · weights[expert]^T`.
+//!
+//! Rows are sorted by expert; a work item is a tile of one expert's rows by a tile of columns. Sums walk k in ascending groups of
+//! 16, each one an mma:
+//!
+//! | kernel | a | weights | block scales enter |
+//! |---|---|---|---|
+//! | `moe_fp8_grouped_gemm` | bf16 | e4m3 | every 128 k: `outer += inner · b_scale` |
+//! | `moe_w8a8_grouped_gemm`, `…_pm4`, `…_e4m3_gu`, `…_e4m3_dn` | e4m3 | e4m3 | every 64 k: `outer += inner · (a_scale · b_scale)` |
+//! | `moe_bf16_grouped_gemm` | bf16 | bf16 | never |
+//!
+//! Product and sum of a fold are two roundings. Grid, tile sizes and the order of items have no influence on the bits: the four W8A8
+//! kernels differ in nothing else. e4m3 enters the tensor cores as f16 or bf16, exactly, NaN codes included. The `_narrow` forms are
+//! for rows whose length in bytes is no multiple of 16.
+//!
+//! The inner loop is [`Shape::multiply`], the copies are in [`tiles`], the fragments in [`operand`].
+
+pub mod operand;
+pub mod shape;
+pub mod tiles;
+
+use cuda_std::arch::Arch;
+use cuda_std::memory::{In, Out};
+use cuda_std::shared::Shared;
+use cuda_std::thread::{block_idx, grid_dim};
+use cuda_std::{copy, kernels, sync};
+use operand::{Bf16Pairs, Bf16Quads, E4m3, E4m3AsBf16, Operand};
+use shape::{Output, Shape, Tile};
+use tiles::{Copier, Item, Problem, Ring, Source};
+
+/// Tile of the dense grid.
+pub type Dense = Tile<2, 2, 2, 2, 3>;
+/// Tile of `moe_w8a8_grouped_gemm_pm4`.
+pub type Pm4 = Tile<4, 2, 2, 2, 4>;
+/// Tile of `moe_w8a8_grouped_gemm_e4m3_gu`.
+pub type GateUp = Tile<2, 4, 4, 2, 4>;
+/// Tile of `moe_w8a8_grouped_gemm_e4m3_dn`.
+pub type Down = Tile<4, 2, 2, 4, 4>;
+/// Tile of `moe_fp8_grouped_gemm`.
+pub type Fp8 = Tile<2, 4, 4, 2, 4>;
+/// Tile of `moe_bf16_grouped_gemm`.
+pub type Bf16 = Tile<2, 4, 4, 2, 4>;
+
+/// Bytes of shared memory of a W8A8 kernel with tile `T`.
+pub const fn w8a8_shared_bytes<T: Shape>() -> u32 {
+    Ring::<E4m3, E4m3, T>::BYTES
+}
+
+/// Bytes of shared memory of `moe_fp8_grouped_gemm`.
+pub const FP8_SHARED_BYTES: u32 = Ring::<Bf16Quads, E4m3AsBf16, Fp8>::BYTES;
+/// Bytes of shared memory of `moe_bf16_grouped_gemm`.
+pub const BF16_SHARED_BYTES: u32 = Ring::<Bf16Pairs, Bf16Pairs, Bf16>::BYTES;
+
+kernels! {
+    /// e4m3 activations, e4m3 weights, items from a work-list.
+    pub mod w8a8(
+        /// [items, ITEM_WORDS] work-list.
+        worklist: In<u32>,
+        /// `[1]` number of items.
+        total: In<u32>,
+        /// [rows, k] codes.
+        a: In<u8>,
+        /// [rows, ceil(k/128)] scales.
+        a_scale: In<f32>,
+        /// Row of `a` for each sorted row; null for the same.
+        sorted_token_ids: In<i32>,
+        /// `[E]` addresses of [n, k] codes.
+        weights: In<u64>,
+        /// `[E]` addresses of [ceil(n/128), ceil(k/128)] scales.
+        scales: In<u64>,
+        /// [E, n] biases; null for none.
+        bias: In<f32>,
+        /// [sorted rows, n] bf16.
+        out: Out<u16>,
+        /// Columns of the output.
+        n: u32,
+        /// Columns of `a` and of the weights.
+        k: u32,
+        /// Rows of `a`.
+        a_rows: u32,
+        /// Rows of `out`.
+        rows: u32,
+        /// Items that the work-list has room for.
+        capacity: u32,
+    );
+    moe_w8a8_grouped_gemm_pm4[Pm4::THREADS, 1] = |A| w8a8_body::<A, Pm4, true>;
+    moe_w8a8_grouped_gemm_pm4_narrow[Pm4::THREADS, 1] = |A| w8a8_body::<A, Pm4, false>;
+    moe_w8a8_grouped_gemm_e4m3_gu[GateUp::THREADS, 1] = |A| w8a8_body::<A, GateUp, true>;
+    moe_w8a8_grouped_gemm_e4m3_gu_narrow[GateUp::THREADS, 1] = |A| w8a8_body::<A, GateUp, false>;
+    moe_w8a8_grouped_gemm_e4m3_dn[Down::THREADS, 1] = |A| w8a8_body::<A, Down, true>;
+    moe_w8a8_grouped_gemm_e4m3_dn_narrow[Down::THREADS, 1] = |A| w8a8_body::<A, Down, false>;
+}
+
+kernels! {
+    /// e4m3 activations, e4m3 weights, one block for each possible tile: ceil(n / 64) · max_m_tiles · E blocks.
+    pub mod w8a8_dense(
+        /// [E + 1] first sorted row of each expert.
+        expert_offsets: In<i32>,
+        /// [rows, k] codes.
+        a: In<u8>,
+        /// [rows, ceil(k/128)] scales.
+        a_scale: In<f32>,
+        /// Row of `a` for each sorted row; null for the same.
+        sorted_token_ids: In<i32>,
+        /// `[E]` addresses of [n, k] codes.
+        weights: In<u64>,
+        /// `[E]` addresses of [ceil(n/128), ceil(k/128)] scales.
+        scales: In<u64>,
+        /// [E, n] biases; null for none.
+        bias: In<f32>,
+        /// [sorted rows, n] bf16.
+        out: Out<u16>,
+        /// Columns of the output.
+        n: u32,
+        /// Columns of `a` and of the weights.
+        k: u32,
+        /// Rows of `a`.
+        a_rows: u32,
+        /// Rows of `out`.
+        rows: u32,
+        /// Row tiles of each expert that have a block.
+        max_m_tiles: u32,
+    );
+    moe_w8a8_grouped_gemm[Dense::THREADS, 2] = |A| dense_body::<A, true>;
+    moe_w8a8_grouped_gemm_narrow[Dense::THREADS, 2] = |A| dense_body::<A, false>;
+}
+
+kernels! {
+    /// bf16 activations, e4m3 weights.
+    pub mod fp8(
+        /// [items, ITEM_WORDS] work-list.
+        worklist: In<u32>,
+        /// `[1]` number of items.
+        total: In<u32>,
+        /// [rows, k] bf16.
+        a: In<u16>,
+        /// Row of `a` for each sorted row; null for the same.
+        sorted_token_ids: In<i32>,
+        /// `[E]` addresses of [n, k] codes.
+        weights: In<u64>,
+        /// `[E]` addresses of [ceil(n/128), ceil(k/128)] scales.
+        scales: In<u64>,
+        /// [E, n] biases; null for none.
+        bias: In<f32>,
+        /// [sorted rows, n] bf16.
+        out: Out<u16>,
+        /// Columns of the output.
+        n: u32,
+        /// Columns of `a` and of the weights.
+        k: u32,
+        /// Rows of `a`.
+        a_rows: u32,
+        /// Rows of `out`.
+        rows: u32,
+        /// Items that the work-list has room for.
+        capacity: u32,
+    );
+    moe_fp8_grouped_gemm[Fp8::THREADS, 1] = |A| fp8_body::<A, true>;
+    moe_fp8_grouped_gemm_narrow[Fp8::THREADS, 1] = |A| fp8_body::<A, false>;
+}
+
+kernels! {
+    /// bf16 activations, bf16 weights.
+    pub mod bf16(
+        /// [items, ITEM_WORDS] work-list.
+        worklist: In<u32>,
+        /// `[1]` number of items.
+        total: In<u32>,
+        /// [rows, k] bf16.
+        a: In<u16>,
+        /// Row of `a` for each sorted row; null for the same.
+        sorted_token_ids: In<i32>,
+        /// `[E]` addresses of [n, k] bf16.
+        weights: In<u64>,
+        /// [E, n] biases; null for none.
+        bias: In<f32>,
+        /// [sorted rows, n] bf16.
+        out: Out<u16>,
+        /// Columns of the output.
+        n: u32,
+        /// Columns of `a` and of the weights.
+        k: u32,
+        /// Rows of `a`.
+        a_rows: u32,
+        /// Rows of `out`.
+        rows: u32,
+        /// Items that the work-list has room for.
+        capacity: u32,
+    );
+    moe_bf16_grouped_gemm[Bf16::THREADS, 1] = |A| bf16_body::<A, true>;
+    moe_bf16_grouped_gemm_narrow[Bf16::THREADS, 1] = |A| bf16_body::<A, false>;
+}
+
+/// Items `block, block + grid, …` of a work-list.
+#[derive(Clone, Copy)]
+struct Listed {
+    worklist: In<u32>,
+    total: u32,
+    /// Rows of the output: none beyond are worked on.
+    rows: u32,
+}
+
+impl Source for Listed {
+    #[inline(always)]
+    fn item(self, step: u32) -> Option<Item> {
+        let index = block_idx() as u64 + step as u64 * grid_dim() as u64;
+        if index >= self.total as u64 {
+            return None;
+        }
+        let item = Item::load(self.worklist, index as u32);
+        Some(Item { rows: item.rows.min(self.rows.saturating_sub(item.first)), ..item })
+    }
+}
+
+/// The one tile of a block of the dense grid, if it has rows.
+#[derive(Clone, Copy)]
+struct OneTile {
+    item: Item,
+}
+
+impl Source for OneTile {
+    #[inline(always)]
+    fn item(self, step: u32) -> Option<Item> {
+        if step == 0 && self.item.rows > 0 { Some(self.item) } else { None }
+    }
+}
+
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+fn w8a8_body<A: Arch, T: Shape, const ALIGNED: bool>(
+    worklist: In<u32>,
+    total: In<u32>,
+    a: In<u8>,
+    a_scale: In<f32>,
+    sorted_token_ids: In<i32>,
+    weights: In<u64>,
+    scales: In<u64>,
+    bias: In<f32>,
+    out: Out<u16>,
+    n: u32,
+    k: u32,
+    a_rows: u32,
+    rows: u32,
+    capacity: u32,
+) {
+    let problem = Problem::<E4m3, E4m3>::new(a, a_scale, sorted_token_ids, weights, scales, n, k, a_rows);
+    let source = Listed { worklist, total: total.load(0).min(capacity), rows };
+    run::<A, E4m3, E4m3, T, _, 64, ALIGNED>(problem, source, Output { bias, out, n });
+}
+
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+fn dense_body<A: Arch, const ALIGNED: bool>(
+    expert_offsets: In<i32>,
+    a: In<u8>,
+    a_scale: In<f32>,
+    sorted_token_ids: In<i32>,
+    weights: In<u64>,
+    scales: In<u64>,
+    bias: In<f32>,
+    out: Out<u16>,
+    n: u32,
+    k: u32,
+    a_rows: u32,
+    rows: u32,
+    max_m_tiles: u32,
+) {
+    let columns = n.div_ceil(Dense::COLUMNS).max(1);
+    let (column, tile) = (block_idx() % columns, block_idx() / columns);
+    let (m, expert) = (tile % max_m_tiles.max(1), tile / max_m_tiles.max(1));
+    let first = expert_offsets.load(expert as usize) as u32 as u64 + m as u64 * Dense::ROWS as u64;
+    let end = (expert_offsets.load(expert as usize + 1) as u32).min(rows) as u64;
+    let rows = end.saturating_sub(first).min(Dense::ROWS as u64) as u32;
+    let item = Item { expert, first: first as u32, rows, column };
+    let problem = Problem::<E4m3, E4m3>::new(a, a_scale, sorted_token_ids, weights, scales, n, k, a_rows);
+    run::<A, E4m3, E4m3, Dense, _, 64, ALIGNED>(problem, OneTile { item }, Output { bias, out, n });
+}
+
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+fn fp8_body<A: Arch, const ALIGNED: bool>(
+    worklist: In<u32>,
+    total: In<u32>,
+    a: In<u16>,
+    sorted_token_ids: In<i32>,
+    weights: In<u64>,
+    scales: In<u64>,
+    bias: In<f32>,
+    out: Out<u16>,
+    n: u32,
+    k: u32,
+    a_rows: u32,
+    rows: u32,
+    capacity: u32,
+) {
+    let none = In::at(0, 0);
+    let problem = Problem::<Bf16Quads, E4m3AsBf16>::new(a, none, sorted_token_ids, weights, scales, n, k, a_rows);
+    let source = Listed { worklist, total: total.load(0).min(capacity), rows };
+    run::<A, Bf16Quads, E4m3AsBf16, Fp8, _, 128, ALIGNED>(problem, source, Output { bias, out, n });
+}
+
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+fn bf16_body<A: Arch, const ALIGNED: bool>(
+    worklist: In<u32>,
+    total: In<u32>,
+    a: In<u16>,
+    sorted_token_ids: In<i32>,
+    weights: In<u64>,
+    bias: In<f32>,
+    out: Out<u16>,
+    n: u32,
+    k: u32,
+    a_rows: u32,
+    rows: u32,
+    capacity: u32,
+) {
+    let none = In::at(0, 0);
+    let problem = Problem::<Bf16Pairs, Bf16Pairs>::new(a, none, sorted_token_ids, weights, In::at(0, 0), n, k, a_rows);
+    let source = Listed { worklist, total: total.load(0).min(capacity), rows };
+    run::<A, Bf16Pairs, Bf16Pairs, Bf16, _, 0, ALIGNED>(problem, source, Output { bias, out, n });
+}
+
+/// All items of a block. Scales enter every `FOLD` k (64: those of rows and columns; 128: those of columns), or never (0).
+#[inline(always)]
+fn run<A: Arch, L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED: bool>(
+    problem: Problem<L, R>,
+    source: S,
+    output: Output,
+) {
+    let mut copier = Copier::<L, R, T, S, FOLD, ALIGNED>::start(problem, source);
+    let stages = problem.stages();
+    let mut slot = 0;
+    let mut step = 0;
+    while let Some(item) = source.item(step) {
+        step += 1;
+        let mut outer = T::ZERO;
+        let mut inner = T::ZERO;
+        let mut stage = 0;
+        while stage < stages {
+            // This thread's copies of the stage have landed, and behind the barrier everybody's; what is overwritten next has been
+            // read by all.
+            wait_for_oldest::<T>();
+            sync::sync_threads();
+            copier.copy();
+            let base = slot * Ring::<L, R, T>::STAGE_BYTES;
+            inner = T::multiply::<A, L, R>(base, base + Ring::<L, R, T>::LEFT_BYTES, inner);
+            stage += 1;
+            if FOLD == 64 || FOLD == 128 && (stage.is_multiple_of(2) || stage == stages) {
+                let scales = Shared::<f32>::at(base + Ring::<L, R, T>::SCALES_AT, T::ROWS + 4);
+                outer = if FOLD == 64 {
+                    T::fold::<true>(outer, inner, scales, scales.load(T::ROWS))
+                } else {
+                    T::fold::<false>(outer, inner, scales, scales.load(T::ROWS))
+                };
+                inner = T::ZERO;
+            }
+            slot = if slot + 1 == T::STAGES { 0 } else { slot + 1 };
+        }
+        // Rows of an expert that is not resident are left as they are.
+        if problem.weights.load(item.expert as usize) != 0 {
+            let sums = if FOLD == 0 { inner } else { outer };
+            T::store(sums, output, item.expert, item.first, item.rows, item.column * T::COLUMNS);
+        }
+    }
+    copy::wait::<0>();
+}
+
+/// Waits until the oldest stage of the ring has landed.
+#[inline(always)]
+fn wait_for_oldest<T: Shape>() {
+    match T::STAGES {
+        2 => copy::wait::<0>(),
+        3 => copy::wait::<1>(),
+        4 => copy::wait::<2>(),
+        5 => copy::wait::<3>(),
+        _ => copy::wait::<4>(),
+    }
+}
