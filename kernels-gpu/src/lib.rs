@@ -7,6 +7,11 @@
 //! | [`fc2`] | down projection, one row of partial results a pair | activation x warps a block |
 //! | [`gemm`] | grouped GEMMs over tables of weights: FP8 and BF16 experts | activation x weights x tile |
 //! | [`combine`] | sum over a token's experts | one |
+//! | [`sort`] | rows by expert, from top-k ids | count and place |
+//! | [`worklist`] | tiles of a grouped GEMM | two item formats |
+//! | [`quant`] | bf16 to e4m3 with a scale per 128 | any columns, or whole vectors |
+//! | [`silu_mul`] | gated activation, alone or with the quantiser | gating x columns |
+//! | [`unpermute`] | sum over a token's experts at sorted rows, and the shared expert | sum, blend, both |
 //! | [`bandwidth`] | reads, copies and noise for benchmarks | three |
 //!
 //! Shared pieces: [`stream`] moves weight tiles through shared memory, [`tensor`] is the inner loop, [`dequant`] turns codes and scales into mma operands,
@@ -20,10 +25,15 @@ pub mod fc1;
 pub mod fc2;
 pub mod gemm;
 pub mod layout;
+pub mod quant;
 pub mod route_prep;
 pub mod schedule;
+pub mod silu_mul;
+pub mod sort;
 pub mod stream;
 pub mod tensor;
+pub mod unpermute;
+pub mod worklist;
 
 #[cfg(target_arch = "nvptx64")]
 #[panic_handler]
