@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use cuda_std::kernel::{DeviceRef, Kernel};
 use kernels_gpu::gemm::shape::Shape;
 use kernels_gpu::gemm::tiles::{BLOCK, ITEM_WORDS};
-use kernels_gpu::gemm::{self, Dense, Down, GateUp, Pm4, bf16, fp8, w8a8, w8a8_dense};
+use kernels_gpu::gemm::{self, Dense, Down, GateUp, Paired1, Paired2, Pm4, bf16, fp8, gateup_silu, w8a8, w8a8_dense};
 
 /// A grouped GEMM by the name of its kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -167,6 +167,69 @@ pub struct GemmArgs<'a> {
     pub rows: usize,
 }
 
+/// Items that a work-list must have room for, and room for so many items.
+fn check_worklist(
+    device: &DeviceHandle,
+    worklist: &Buffer<u32>,
+    total: &Buffer<u32>,
+    (rows, experts): (usize, usize),
+    (m_tile, n_tiles): (u32, u32),
+) -> Result<u32> {
+    let needed = (rows.div_ceil(m_tile as usize) + experts.min(rows)) * n_tiles as usize;
+    worklist.check("worklist", device, needed * ITEM_WORDS as usize)?;
+    total.check("total", device, 1)?;
+    Ok((worklist.len() / ITEM_WORDS as usize).min(i32::MAX as usize) as u32)
+}
+
+/// Blocks of a launch over a work-list: as many as fit on the device at once, each of which takes every so-manieth item.
+fn blocks(device: &DeviceHandle, kernel: ErasedKernel, shared_bytes: u32, capacity: u32) -> u32 {
+    let properties = device.properties();
+    let by_memory = properties.shared_per_multiprocessor / (shared_bytes + 1024);
+    let resident = by_memory.clamp(1, kernel.min_blocks.max(1));
+    (properties.multiprocessors * resident).min(capacity)
+}
+
+/// Errors that name a size of a grouped GEMM outside its limits.
+fn check_sizes(experts: usize, n: usize, k: usize) -> Result<()> {
+    for (name, value, most) in [
+        ("num_experts", experts, crate::plan::MAX_EXPERTS),
+        ("n", n, crate::plan::MAX_WIDTH),
+        ("k", k, crate::plan::MAX_WIDTH),
+    ] {
+        if !(1..=most).contains(&value) {
+            return Err(Error::argument(name, value, format!("1 to {most}")));
+        }
+    }
+    Ok(())
+}
+
+/// Errors that name a number of rows beyond what kernels count.
+fn check_rows(rows: usize, a_rows: usize) -> Result<()> {
+    for (name, value) in [("rows", rows), ("a_rows", a_rows)] {
+        if value > i32::MAX as usize {
+            return Err(Error::argument(name, value, format!("at most {}", i32::MAX)));
+        }
+    }
+    Ok(())
+}
+
+/// Errors that name the e4m3 weights of `experts` matrices [n, k], or their scales.
+fn check_e4m3(
+    device: &DeviceHandle,
+    names: [&'static str; 2],
+    codes: &ExpertTable<u8>,
+    scales: &ExpertTable<f32>,
+    (experts, n, k): (usize, usize, usize),
+) -> Result<()> {
+    let block = BLOCK as usize;
+    codes.check(names[0], device, experts, n * k)?;
+    scales.check(names[1], device, experts, n.div_ceil(block) * k.div_ceil(block))?;
+    match (0..experts).find(|&expert| codes.resident()[expert] && !scales.resident()[expert]) {
+        Some(expert) => Err(Error::argument(names[1], format!("none for expert {expert}"), "scales for its weights")),
+        None => Ok(()),
+    }
+}
+
 /// A grouped GEMM of one size, ready on a device.
 #[derive(Clone, Debug)]
 pub struct GroupedGemm {
@@ -180,15 +243,7 @@ pub struct GroupedGemm {
 impl GroupedGemm {
     /// Readies the kernel. Errors name `num_experts`, `n` or `k`.
     pub fn new(device: &DeviceHandle, kernel: GemmKernel, experts: usize, n: usize, k: usize) -> Result<Self> {
-        for (name, value, most) in [
-            ("num_experts", experts, crate::plan::MAX_EXPERTS),
-            ("n", n, crate::plan::MAX_WIDTH),
-            ("k", k, crate::plan::MAX_WIDTH),
-        ] {
-            if !(1..=most).contains(&value) {
-                return Err(Error::argument(name, value, format!("1 to {most}")));
-            }
-        }
+        check_sizes(experts, n, k)?;
         let gemm = GroupedGemm { device: device.clone(), kernel, experts, n, k };
         device.prepare(gemm.erased(), kernel.shared_bytes())?;
         Ok(gemm)
@@ -243,25 +298,12 @@ impl GroupedGemm {
         }
     }
 
-    /// Blocks of a launch over a work-list: as many as fit on the device at once, each of which takes every so-manieth item.
-    fn blocks(&self, capacity: u32) -> u32 {
-        let device = self.device.properties();
-        let resident = (device.shared_per_multiprocessor / (self.kernel.shared_bytes() + 1024))
-            .clamp(1, 2048 / self.erased().threads);
-        (device.multiprocessors * resident).min(capacity)
-    }
-
     /// Enqueues the product. Errors name the argument; nothing is launched then. No rows: nothing to do.
     pub fn launch(&self, args: GemmArgs<'_>) -> Result<()> {
         let (device, n, k, experts) = (&self.device, self.n, self.k, self.experts);
         let limit = i32::MAX as usize;
-        for (name, value) in [("rows", args.rows), ("a_rows", args.a_rows)] {
-            if value > limit {
-                return Err(Error::argument(name, value, format!("at most {limit}")));
-            }
-        }
-        let (k_blocks, scale_blocks) =
-            (k.div_ceil(BLOCK as usize), n.div_ceil(BLOCK as usize) * k.div_ceil(BLOCK as usize));
+        check_rows(args.rows, args.a_rows)?;
+        let k_blocks = k.div_ceil(BLOCK as usize);
         if let Some(ids) = args.sorted_token_ids {
             ids.check("sorted_token_ids", device, args.rows)?;
         }
@@ -293,15 +335,7 @@ impl GroupedGemm {
                 (weights.as_ref(), DeviceRef::null())
             }
             (Weights::E4m3 { codes, scales }, 1) => {
-                codes.check("weights", device, experts, n * k)?;
-                scales.check("b_scale", device, experts, scale_blocks)?;
-                if let Some(expert) = (0..experts).find(|&e| codes.resident()[e] && !scales.resident()[e]) {
-                    return Err(Error::argument(
-                        "b_scale",
-                        format!("none for expert {expert}"),
-                        "scales for its weights",
-                    ));
-                }
+                check_e4m3(device, ["weights", "b_scale"], codes, scales, (experts, n, k))?;
                 (codes.as_ref(), scales.as_ref())
             }
             (Weights::Bf16(_), _) => {
@@ -357,15 +391,12 @@ impl GroupedGemm {
         if self.kernel == GemmKernel::W8a8 {
             return Err(Error::argument("tiles", "a work-list", "the dense grid for moe_w8a8_grouped_gemm"));
         }
-        let m_tile = self.kernel.m_tile() as usize;
-        let needed = (args.rows.div_ceil(m_tile) + experts.min(args.rows)) * self.n_tiles() as usize;
-        worklist.check("worklist", device, needed * ITEM_WORDS as usize)?;
-        total.check("total", device, 1)?;
+        let tiles = (self.kernel.m_tile(), self.n_tiles());
+        let capacity = check_worklist(device, worklist, total, (args.rows, experts), tiles)?;
         if rows == 0 {
             return Ok(());
         }
-        let capacity = (worklist.len() / ITEM_WORDS as usize).min(limit) as u32;
-        let grid = Grid { blocks: self.blocks(capacity), shared_bytes };
+        let grid = Grid { blocks: blocks(device, self.erased(), shared_bytes, capacity), shared_bytes };
         let (worklist, total) = (worklist.as_ref(), total.as_ref());
         match (a8, a16) {
             (Some((codes, scales)), _) => launch(
@@ -429,5 +460,138 @@ impl GroupedGemm {
                 },
             ),
         }
+    }
+}
+
+/// Gate and up with the activation and the quantiser in one kernel, of one size, ready on a device.
+#[derive(Clone, Debug)]
+pub struct GateUpSilu {
+    device: DeviceHandle,
+    two_blocks: bool,
+    experts: usize,
+    n: usize,
+    k: usize,
+}
+
+/// What a launch of [`GateUpSilu`] reads and writes.
+#[derive(Clone, Copy, Debug)]
+pub struct GateUpSiluArgs<'a> {
+    /// [items, 4] items, built with [`GateUpSilu::m_tile`] and [`GateUpSilu::n_tiles`].
+    pub worklist: &'a Buffer<u32>,
+    /// `[1]` number of items.
+    pub total: &'a Buffer<u32>,
+    /// [a_rows, k] codes.
+    pub a: &'a Buffer<u8>,
+    /// [a_rows, ceil(k/128)] scales.
+    pub a_scale: &'a Buffer<f32>,
+    /// Rows of the activations.
+    pub a_rows: usize,
+    /// Row of `a` for each sorted row; one that is no row of `a` counts as zeros. `None`: the same row.
+    pub sorted_token_ids: Option<&'a Buffer<i32>>,
+    /// Codes of gate.
+    pub gate: &'a ExpertTable<u8>,
+    /// Scales of gate.
+    pub gate_scale: &'a ExpertTable<f32>,
+    /// Codes of up.
+    pub up: &'a ExpertTable<u8>,
+    /// Scales of up.
+    pub up_scale: &'a ExpertTable<f32>,
+    /// Clamp, > 0.
+    pub limit: Option<f32>,
+    /// [rows, n] codes, at sorted rows.
+    pub out: &'a Buffer<u8>,
+    /// [rows, ceil(n/128)] scales, at sorted rows.
+    pub out_scale: &'a Buffer<f32>,
+    /// Sorted rows.
+    pub rows: usize,
+}
+
+impl GateUpSilu {
+    /// Readies the kernel: `…_w2`, two blocks a multiprocessor, if `two_blocks`, else `…_w1`. Both give the same bytes. Errors name
+    /// `num_experts`, `n` or `k`.
+    pub fn new(device: &DeviceHandle, two_blocks: bool, experts: usize, n: usize, k: usize) -> Result<Self> {
+        check_sizes(experts, n, k)?;
+        let op = GateUpSilu { device: device.clone(), two_blocks, experts, n, k };
+        device.prepare(op.kernel().into(), op.shared_bytes())?;
+        Ok(op)
+    }
+
+    /// Rows of a tile: the `m_tile` of its work-list.
+    pub fn m_tile(&self) -> u32 {
+        if self.two_blocks { Paired2::ROWS } else { Paired1::ROWS }
+    }
+
+    /// Column tiles of its work-list: groups of 128 columns.
+    pub fn n_tiles(&self) -> u32 {
+        self.n.div_ceil(Paired1::COLUMNS as usize) as u32
+    }
+
+    /// Its kernel.
+    pub fn kernel(&self) -> Kernel<gateup_silu::Family> {
+        use gateup_silu::*;
+        match (self.two_blocks, self.k.is_multiple_of(16)) {
+            (false, true) => moe_w8a8_gateup_silu_e4m3_w1,
+            (false, false) => moe_w8a8_gateup_silu_e4m3_w1_narrow,
+            (true, true) => moe_w8a8_gateup_silu_e4m3_w2,
+            (true, false) => moe_w8a8_gateup_silu_e4m3_w2_narrow,
+        }
+    }
+
+    fn shared_bytes(&self) -> u32 {
+        if self.two_blocks {
+            gemm::gateup_silu_shared_bytes::<Paired2>()
+        } else {
+            gemm::gateup_silu_shared_bytes::<Paired1>()
+        }
+    }
+
+    /// Enqueues both products, the activation and the quantiser. Errors name the argument; nothing is launched then.
+    pub fn launch(&self, args: GateUpSiluArgs<'_>) -> Result<()> {
+        let (device, n, k, experts) = (&self.device, self.n, self.k, self.experts);
+        check_rows(args.rows, args.a_rows)?;
+        args.a.check("a", device, args.a_rows * k)?;
+        args.a_scale.check("a_scale", device, args.a_rows * k.div_ceil(BLOCK as usize))?;
+        if let Some(ids) = args.sorted_token_ids {
+            ids.check("sorted_token_ids", device, args.rows)?;
+        }
+        check_e4m3(device, ["gate", "gate_scale"], args.gate, args.gate_scale, (experts, n, k))?;
+        check_e4m3(device, ["up", "up_scale"], args.up, args.up_scale, (experts, n, k))?;
+        if let Some(limit) = args.limit
+            && (limit.is_nan() || limit <= 0.0)
+        {
+            return Err(Error::argument("limit", limit, "a positive number, or None for no clamp"));
+        }
+        args.out.check("out", device, args.rows * n)?;
+        args.out_scale.check("out_scale", device, args.rows * n.div_ceil(BLOCK as usize))?;
+        let tiles = (self.m_tile(), self.n_tiles());
+        let capacity = check_worklist(device, args.worklist, args.total, (args.rows, experts), tiles)?;
+        if args.rows == 0 {
+            return Ok(());
+        }
+        let shared_bytes = self.shared_bytes();
+        launch(
+            &**device,
+            self.kernel(),
+            Grid { blocks: blocks(device, self.kernel().into(), shared_bytes, capacity), shared_bytes },
+            gateup_silu::Args {
+                worklist: args.worklist.as_ref(),
+                total: args.total.as_ref(),
+                a: args.a.as_ref(),
+                a_scale: args.a_scale.as_ref(),
+                sorted_token_ids: args.sorted_token_ids.map_or(DeviceRef::null(), Buffer::as_ref),
+                gate: args.gate.as_ref(),
+                gate_scales: args.gate_scale.as_ref(),
+                up: args.up.as_ref(),
+                up_scales: args.up_scale.as_ref(),
+                out: args.out.as_mut(),
+                out_scale: args.out_scale.as_mut(),
+                n: n as u32,
+                k: k as u32,
+                limit: args.limit.unwrap_or(f32::INFINITY),
+                a_rows: args.a_rows as u32,
+                rows: args.rows as u32,
+                capacity,
+            },
+        )
     }
 }

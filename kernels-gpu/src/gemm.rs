@@ -25,7 +25,7 @@ use cuda_std::shared::Shared;
 use cuda_std::thread::{block_idx, grid_dim};
 use cuda_std::{copy, kernels, sync};
 use operand::{Bf16Pairs, Bf16Quads, E4m3, E4m3AsBf16, Operand};
-use shape::{Output, Shape, Tile};
+use shape::{Joined, Output, Shape, Tile};
 use tiles::{Copier, Item, Problem, Ring, Source};
 
 /// Tile of the dense grid.
@@ -35,11 +35,16 @@ pub type Pm4 = Tile<4, 2, 2, 2, 4>;
 /// Tile of `moe_w8a8_grouped_gemm_e4m3_gu`.
 pub type GateUp = Tile<2, 4, 4, 2, 4>;
 /// Tile of `moe_w8a8_grouped_gemm_e4m3_dn`.
-pub type Down = Tile<4, 2, 2, 4, 4>;
+pub type Down = Tile<4, 4, 2, 2, 4>;
 /// Tile of `moe_fp8_grouped_gemm`.
 pub type Fp8 = Tile<2, 4, 4, 2, 4>;
 /// Tile of `moe_bf16_grouped_gemm`.
 pub type Bf16 = Tile<2, 4, 4, 2, 4>;
+
+/// Tile of `moe_w8a8_gateup_silu_e4m3_w1`: one block a multiprocessor.
+pub type Paired1 = Tile<2, 4, 2, 4, 4, true>;
+/// Tile of `moe_w8a8_gateup_silu_e4m3_w2`: two blocks.
+pub type Paired2 = Tile<2, 4, 1, 4, 4, true>;
 
 /// Bytes of shared memory of a W8A8 kernel with tile `T`.
 pub const fn w8a8_shared_bytes<T: Shape>() -> u32 {
@@ -83,7 +88,7 @@ kernels! {
         /// Items that the work-list has room for.
         capacity: u32,
     );
-    moe_w8a8_grouped_gemm_pm4[Pm4::THREADS, 1] = |A| w8a8_body::<A, Pm4, true>;
+    moe_w8a8_grouped_gemm_pm4[Pm4::THREADS, 2] = |A| w8a8_body::<A, Pm4, true>;
     moe_w8a8_grouped_gemm_pm4_narrow[Pm4::THREADS, 1] = |A| w8a8_body::<A, Pm4, false>;
     moe_w8a8_grouped_gemm_e4m3_gu[GateUp::THREADS, 1] = |A| w8a8_body::<A, GateUp, true>;
     moe_w8a8_grouped_gemm_e4m3_gu_narrow[GateUp::THREADS, 1] = |A| w8a8_body::<A, GateUp, false>;
@@ -191,6 +196,88 @@ kernels! {
     moe_bf16_grouped_gemm_narrow[Bf16::THREADS, 1] = |A| bf16_body::<A, false>;
 }
 
+kernels! {
+    /// Gate and up in one pass over the activations, joined by silu and quantised: the bytes of two products and
+    /// `silu_mul_quant_fp8`. An item is one group of 128 columns wide.
+    pub mod gateup_silu(
+        /// [items, ITEM_WORDS] work-list.
+        worklist: In<u32>,
+        /// `[1]` number of items.
+        total: In<u32>,
+        /// [rows, k] codes.
+        a: In<u8>,
+        /// [rows, ceil(k/128)] scales.
+        a_scale: In<f32>,
+        /// Row of `a` for each sorted row; null for the same.
+        sorted_token_ids: In<i32>,
+        /// `[E]` addresses of gate's [n, k] codes.
+        gate: In<u64>,
+        /// `[E]` addresses of gate's [ceil(n/128), ceil(k/128)] scales.
+        gate_scales: In<u64>,
+        /// `[E]` addresses of up's codes.
+        up: In<u64>,
+        /// `[E]` addresses of up's scales.
+        up_scales: In<u64>,
+        /// [sorted rows, n] codes.
+        out: Out<u8>,
+        /// [sorted rows, ceil(n/128)] scales.
+        out_scale: Out<f32>,
+        /// Columns of each product.
+        n: u32,
+        /// Columns of `a` and of the weights.
+        k: u32,
+        /// Clamp; infinite for none.
+        limit: f32,
+        /// Rows of `a`.
+        a_rows: u32,
+        /// Rows of `out`.
+        rows: u32,
+        /// Items that the work-list has room for.
+        capacity: u32,
+    );
+    moe_w8a8_gateup_silu_e4m3_w1[Paired1::THREADS, 1] = |A| gateup_silu_body::<A, Paired1, true>;
+    moe_w8a8_gateup_silu_e4m3_w1_narrow[Paired1::THREADS, 1] = |A| gateup_silu_body::<A, Paired1, false>;
+    moe_w8a8_gateup_silu_e4m3_w2[Paired2::THREADS, 2] = |A| gateup_silu_body::<A, Paired2, true>;
+    moe_w8a8_gateup_silu_e4m3_w2_narrow[Paired2::THREADS, 1] = |A| gateup_silu_body::<A, Paired2, false>;
+}
+
+/// Bytes of shared memory of a gateup_silu kernel with tile `T`: the ring, and a value for each row and warp.
+pub const fn gateup_silu_shared_bytes<T: Shape>() -> u32 {
+    Ring::<E4m3, E4m3, T>::BYTES + T::ROWS * LARGEST * 4
+}
+
+/// Warps along the columns of a gateup_silu tile.
+const LARGEST: u32 = 4;
+
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+fn gateup_silu_body<A: Arch, T: Shape, const ALIGNED: bool>(
+    worklist: In<u32>,
+    total: In<u32>,
+    a: In<u8>,
+    a_scale: In<f32>,
+    sorted_token_ids: In<i32>,
+    gate: In<u64>,
+    gate_scales: In<u64>,
+    up: In<u64>,
+    up_scales: In<u64>,
+    out: Out<u8>,
+    out_scale: Out<f32>,
+    n: u32,
+    k: u32,
+    limit: f32,
+    a_rows: u32,
+    rows: u32,
+    capacity: u32,
+) {
+    let problem = Problem::<E4m3, E4m3>::new(a, a_scale, sorted_token_ids, gate, gate_scales, n, k, a_rows)
+        .with_second(up, up_scales);
+    let source = Listed { worklist, total: total.load(0).min(capacity), rows };
+    let output = Joined { codes: out, scales: out_scale, n, limit };
+    let largest = Shared::<f32>::at(Ring::<E4m3, E4m3, T>::BYTES, T::ROWS * LARGEST);
+    run::<A, E4m3, E4m3, T, _, 64, ALIGNED>(problem, source, |sums, item| T::join::<A>(sums, output, largest, item));
+}
+
 /// Items `block, block + grid, …` of a work-list.
 #[derive(Clone, Copy)]
 struct Listed {
@@ -245,7 +332,9 @@ fn w8a8_body<A: Arch, T: Shape, const ALIGNED: bool>(
 ) {
     let problem = Problem::<E4m3, E4m3>::new(a, a_scale, sorted_token_ids, weights, scales, n, k, a_rows);
     let source = Listed { worklist, total: total.load(0).min(capacity), rows };
-    run::<A, E4m3, E4m3, T, _, 64, ALIGNED>(problem, source, Output { bias, out, n });
+    run::<A, E4m3, E4m3, T, _, 64, ALIGNED>(problem, source, |sums, item| {
+        T::store(sums, Output { bias, out, n }, item)
+    });
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -273,7 +362,9 @@ fn dense_body<A: Arch, const ALIGNED: bool>(
     let rows = end.saturating_sub(first).min(Dense::ROWS as u64) as u32;
     let item = Item { expert, first: first as u32, rows, column };
     let problem = Problem::<E4m3, E4m3>::new(a, a_scale, sorted_token_ids, weights, scales, n, k, a_rows);
-    run::<A, E4m3, E4m3, Dense, _, 64, ALIGNED>(problem, OneTile { item }, Output { bias, out, n });
+    run::<A, E4m3, E4m3, Dense, _, 64, ALIGNED>(problem, OneTile { item }, |sums, item| {
+        Dense::store(sums, Output { bias, out, n }, item)
+    });
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -296,7 +387,9 @@ fn fp8_body<A: Arch, const ALIGNED: bool>(
     let none = In::at(0, 0);
     let problem = Problem::<Bf16Quads, E4m3AsBf16>::new(a, none, sorted_token_ids, weights, scales, n, k, a_rows);
     let source = Listed { worklist, total: total.load(0).min(capacity), rows };
-    run::<A, Bf16Quads, E4m3AsBf16, Fp8, _, 128, ALIGNED>(problem, source, Output { bias, out, n });
+    run::<A, Bf16Quads, E4m3AsBf16, Fp8, _, 128, ALIGNED>(problem, source, |sums, item| {
+        Fp8::store(sums, Output { bias, out, n }, item)
+    });
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -318,7 +411,9 @@ fn bf16_body<A: Arch, const ALIGNED: bool>(
     let none = In::at(0, 0);
     let problem = Problem::<Bf16Pairs, Bf16Pairs>::new(a, none, sorted_token_ids, weights, In::at(0, 0), n, k, a_rows);
     let source = Listed { worklist, total: total.load(0).min(capacity), rows };
-    run::<A, Bf16Pairs, Bf16Pairs, Bf16, _, 0, ALIGNED>(problem, source, Output { bias, out, n });
+    run::<A, Bf16Pairs, Bf16Pairs, Bf16, _, 0, ALIGNED>(problem, source, |sums, item| {
+        Bf16::store(sums, Output { bias, out, n }, item)
+    });
 }
 
 /// All items of a block. Scales enter every `FOLD` k (64: those of rows and columns; 128: those of columns), or never (0).
@@ -326,7 +421,7 @@ fn bf16_body<A: Arch, const ALIGNED: bool>(
 fn run<A: Arch, L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED: bool>(
     problem: Problem<L, R>,
     source: S,
-    output: Output,
+    epilogue: impl Fn(T::Sums, Item),
 ) {
     let mut copier = Copier::<L, R, T, S, FOLD, ALIGNED>::start(problem, source);
     let stages = problem.stages();
@@ -349,19 +444,17 @@ fn run<A: Arch, L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, co
             if FOLD == 64 || FOLD == 128 && (stage.is_multiple_of(2) || stage == stages) {
                 let scales = Shared::<f32>::at(base + Ring::<L, R, T>::SCALES_AT, T::ROWS + 4);
                 outer = if FOLD == 64 {
-                    T::fold::<true>(outer, inner, scales, scales.load(T::ROWS))
+                    T::fold::<true>(outer, inner, scales)
                 } else {
-                    T::fold::<false>(outer, inner, scales, scales.load(T::ROWS))
+                    T::fold::<false>(outer, inner, scales)
                 };
                 inner = T::ZERO;
             }
             slot = if slot + 1 == T::STAGES { 0 } else { slot + 1 };
         }
         // Rows of an expert that is not resident are left as they are.
-        if problem.weights.load(item.expert as usize) != 0 {
-            let sums = if FOLD == 0 { inner } else { outer };
-            T::store(sums, output, item.expert, item.first, item.rows, item.column * T::COLUMNS);
-        }
+        let there = problem.is_resident(item.expert);
+        epilogue(if FOLD == 0 { inner } else { outer }, Item { rows: if there { item.rows } else { 0 }, ..item });
     }
     copy::wait::<0>();
 }

@@ -36,7 +36,7 @@ pub trait Operand: Copy + Send + Sync + 'static {
 
 /// Pieces of 16 bytes of a row.
 #[inline(always)]
-pub fn pieces<O: Operand>() -> u32 {
+pub const fn pieces<O: Operand>() -> u32 {
     O::ROW_BYTES / 16
 }
 

@@ -56,6 +56,8 @@ pub struct Problem<L: Operand, R: Operand> {
     pub weights: In<u64>,
     /// `[E]` addresses of [ceil(n/128), ceil(k/128)] scales; null for none.
     pub scales: In<u64>,
+    /// Weights and scales of a second product with the same rows; null for none.
+    pub second: [In<u64>; 2],
     /// Columns of the output.
     pub n: u32,
     /// Columns of `a` and of the weights.
@@ -78,7 +80,19 @@ impl<L: Operand, R: Operand> Problem<L, R> {
         k: u32,
         a_rows: u32,
     ) -> Self {
-        Problem { a, a_scale, sorted_token_ids, weights, scales, n, k, a_rows, right: core::marker::PhantomData }
+        let second = [In::at(0, 0); 2];
+        Problem {
+            a,
+            a_scale,
+            sorted_token_ids,
+            weights,
+            scales,
+            second,
+            n,
+            k,
+            a_rows,
+            right: core::marker::PhantomData,
+        }
     }
 
     /// Stages of an item.
@@ -93,21 +107,40 @@ impl<L: Operand, R: Operand> Problem<L, R> {
         self.k.div_ceil(BLOCK)
     }
 
-    /// The weights of an expert; null where it is not resident.
+    /// The same with a second product, for a tile with [`Shape::PAIRED`].
     #[inline(always)]
-    fn matrix(&self, expert: u32) -> In<R::Element> {
-        In::at(self.weights.load(expert as usize), self.n as usize * self.k as usize)
+    pub fn with_second(self, weights: In<u64>, scales: In<u64>) -> Self {
+        Problem { second: [weights, scales], ..self }
+    }
+
+    /// Whether the expert's weights are on the device.
+    #[inline(always)]
+    pub fn is_resident(&self, expert: u32) -> bool {
+        let [second, _] = self.second;
+        self.weights.load(expert as usize) != 0 && (second.is_null() || second.load(expert as usize) != 0)
+    }
+
+    /// The weights of an expert, by the table.
+    #[inline(always)]
+    fn matrix(&self, table: In<u64>, expert: u32) -> In<R::Element> {
+        In::at(table.load(expert as usize), self.n as usize * self.k as usize)
+    }
+
+    /// Their block scales, by the table.
+    #[inline(always)]
+    fn block_scales(&self, table: In<u64>, expert: u32) -> In<f32> {
+        In::at(table.load(expert as usize), self.n.div_ceil(BLOCK) as usize * self.blocks() as usize)
     }
 }
 
-/// The stages of a tile `T` in shared memory: left operand, right operand, row scales, scale of the weights.
+/// The stages of a tile `T` in shared memory: left operand, right operand, row scales, scales of the weights.
 pub struct Ring<L, R, T>(core::marker::PhantomData<(L, R, T)>);
 
 impl<L: Operand, R: Operand, T: Shape> Ring<L, R, T> {
     /// Bytes of the left operand of a stage; the right one follows.
     pub const LEFT_BYTES: u32 = T::ROWS * L::ROW_BYTES;
-    /// Where a stage's row scales lie, then the block scale of the weights.
-    pub const SCALES_AT: u32 = Self::LEFT_BYTES + T::COLUMNS * R::ROW_BYTES;
+    /// Where a stage's row scales lie, then the block scales of the weights.
+    pub const SCALES_AT: u32 = Self::LEFT_BYTES + T::RIGHT_ROWS * R::ROW_BYTES;
     /// Bytes of a stage.
     pub const STAGE_BYTES: u32 = Self::SCALES_AT + T::ROWS * 4 + 16;
     /// Bytes of shared memory.
@@ -117,26 +150,85 @@ impl<L: Operand, R: Operand, T: Shape> Ring<L, R, T> {
 /// Most pieces of one operand that a thread copies for a stage.
 const MOST: usize = 4;
 
-/// The rows that a thread copies for an item: row of `a`, or negative for none.
-type Rows = [i32; MOST];
+/// Rows of one operand whose pieces a thread copies: piece `thread mod pieces` of every so-manieth row.
+#[derive(Clone, Copy)]
+struct Share<O>(core::marker::PhantomData<O>);
+
+impl<O: Operand> Share<O> {
+    /// First row.
+    #[inline(always)]
+    fn row() -> u32 {
+        thread_idx() / pieces::<O>()
+    }
+
+    /// First element of the piece.
+    #[inline(always)]
+    fn element() -> u32 {
+        thread_idx() % pieces::<O>() * Self::ELEMENTS
+    }
+
+    /// Elements of a piece.
+    const ELEMENTS: u32 = 16 / size_of::<O::Element>() as u32;
+
+    /// Elements of the piece that exist, `left` being those of the row from the stage's first k on.
+    #[inline(always)]
+    fn there(left: u32) -> u32 {
+        left.saturating_sub(Self::element()).min(Self::ELEMENTS)
+    }
+
+    /// Starts copying the first `there` elements of a piece of row `row` of the stage's operand at byte `base`.
+    #[inline(always)]
+    fn copy<const ALIGNED: bool>(from: In<O::Element>, index: usize, there: u32, base: u32, row: u32) {
+        let to = piece_at::<O>(base, row, thread_idx() % pieces::<O>());
+        if ALIGNED {
+            let bytes = there * size_of::<O::Element>() as u32;
+            copy::async16_zfill(Shared::<O::Element>::at(to, Self::ELEMENTS), 0, from, index, bytes);
+            return;
+        }
+        // Rows that start anywhere: element by element.
+        let word = |w: u32| {
+            let each = Self::ELEMENTS / 4;
+            let mut word = 0;
+            let mut i = 0;
+            while i < each {
+                let at = w * each + i;
+                if at < there {
+                    word |= element::<O>(from, index + at as usize) << (32 / each * i);
+                }
+                i += 1;
+            }
+            word
+        };
+        Shared::<u32>::at(to, 4).store_v4(0, [word(0), word(1), word(2), word(3)]);
+    }
+}
 
 /// The copying side.
 pub struct Copier<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED: bool> {
     problem: Problem<L, R>,
     source: S,
-    /// Item that is copied, its index among the block's, the stage that is next, and the place in the ring.
-    item: Option<Item>,
+    /// Next item of the block, stages of the current one that are copied, elements of its rows that are left, place in the ring.
     step: u32,
     stage: u32,
+    left: u32,
     slot: u32,
+    /// This thread's pieces of the left operand: elements of the next stage, and all bits set where the row exists.
+    left_at: [usize; MOST],
+    left_there: [u32; MOST],
+    /// Its row's scales.
+    scale_at: usize,
+    scale_bytes: u32,
+    /// Its pieces of the right operand: the matrix, element of the first piece, and all bits set where the column exists.
     matrix: In<R::Element>,
+    right_at: usize,
+    right_there: [u32; MOST],
+    /// Scales of the weights, of the product that this thread copies them for.
     scales: In<f32>,
-    rows: Rows,
-    /// Row whose scale this thread copies.
-    scale_row: i32,
-    /// The same of the item after, loaded one item early so that nothing waits for it.
+    block_at: usize,
+    block_bytes: u32,
+    /// The item after the current one, and its rows of `a`, negative for none: loaded one item early, so that nothing waits.
     next_item: Option<Item>,
-    next_rows: Rows,
+    next_rows: [i32; MOST],
     next_scale_row: i32,
     tile: core::marker::PhantomData<T>,
 }
@@ -144,20 +236,36 @@ pub struct Copier<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, 
 impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED: bool>
     Copier<L, R, T, S, FOLD, ALIGNED>
 {
+    /// Rows between two of a thread's pieces.
+    const LEFT_EACH: u32 = T::THREADS / pieces::<L>();
+    const RIGHT_EACH: u32 = T::THREADS / pieces::<R>();
+    /// Columns between two of a thread's pieces of the right operand; all are of one product.
+    const COLUMNS_EACH: u32 = if T::PAIRED { Self::RIGHT_EACH / 2 } else { Self::RIGHT_EACH };
+
     /// Starts at the block's first item and fills all but one stage.
     #[inline(always)]
     pub fn start(problem: Problem<L, R>, source: S) -> Self {
+        const {
+            assert!(T::ROWS <= MOST as u32 * Self::LEFT_EACH && T::RIGHT_ROWS <= MOST as u32 * Self::RIGHT_EACH);
+            assert!(T::ROWS <= T::THREADS && Self::RIGHT_EACH.is_multiple_of(T::PRODUCTS_REPEAT));
+        }
         let mut copier = Copier {
             problem,
             source,
-            item: None,
             step: 0,
             stage: 0,
+            left: 0,
             slot: 0,
+            left_at: [0; MOST],
+            left_there: [0; MOST],
+            scale_at: 0,
+            scale_bytes: 0,
             matrix: In::at(0, 0),
+            right_at: 0,
+            right_there: [0; MOST],
             scales: In::at(0, 0),
-            rows: [-1; MOST],
-            scale_row: -1,
+            block_at: 0,
+            block_bytes: 0,
             next_item: None,
             next_rows: [-1; MOST],
             next_scale_row: -1,
@@ -173,7 +281,7 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
         copier
     }
 
-    /// Row of `a` behind row `row` of the tile.
+    /// Row of `a` behind row `row` of the tile, negative for none.
     #[inline(always)]
     fn source_row(&self, item: Item, row: u32) -> i32 {
         if row >= item.rows {
@@ -191,11 +299,10 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
         self.next_item = self.source.item(self.step);
         self.step += 1;
         if let Some(item) = self.next_item {
-            let each = T::THREADS / pieces::<L>();
             macro_rules! row {
                 ($i:literal) => {
-                    if $i * each < T::ROWS {
-                        self.next_rows[$i] = self.source_row(item, thread_idx() / pieces::<L>() + $i * each);
+                    if $i * Self::LEFT_EACH < T::ROWS {
+                        self.next_rows[$i] = self.source_row(item, Share::<L>::row() + $i * Self::LEFT_EACH);
                     }
                 };
             }
@@ -203,7 +310,7 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             row!(1);
             row!(2);
             row!(3);
-            if FOLD == 64 && thread_idx() < T::ROWS {
+            if FOLD == 64 {
                 self.next_scale_row = self.source_row(item, thread_idx());
             }
         }
@@ -212,72 +319,65 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
     /// Goes to the next item.
     #[inline(always)]
     fn advance(&mut self) {
-        self.item = self.next_item;
-        self.rows = self.next_rows;
-        self.scale_row = self.next_scale_row;
+        let Some(item) = self.next_item else {
+            self.left = 0;
+            return;
+        };
+        let Problem { weights, scales, second, n, k, .. } = self.problem;
+        self.left = k;
         self.stage = 0;
-        if let Some(item) = self.item {
-            self.matrix = self.problem.matrix(item.expert);
-            if FOLD != 0 {
-                let blocks = self.problem.n.div_ceil(BLOCK) as usize * self.problem.blocks() as usize;
-                self.scales = In::at(self.problem.scales.load(item.expert as usize), blocks);
-            }
-            self.look_ahead();
+        macro_rules! row {
+            ($i:literal) => {
+                let row = self.next_rows[$i];
+                self.left_there[$i] = if row >= 0 { u32::MAX } else { 0 };
+                self.left_at[$i] = row.max(0) as usize * k as usize + Share::<L>::element() as usize;
+            };
         }
-    }
+        row!(0);
+        row!(1);
+        row!(2);
+        row!(3);
+        let blocks = self.problem.blocks() as usize;
+        self.scale_at = self.next_scale_row.max(0) as usize * blocks;
+        self.scale_bytes = if self.next_scale_row >= 0 { 4 } else { 0 };
 
-    /// Copies one 16-byte piece of a row, of which `left` elements exist, to byte `to` of shared memory.
-    #[inline(always)]
-    fn piece<O: Operand>(from: In<O::Element>, index: usize, left: u32, to: u32) {
-        let elements = 16 / size_of::<O::Element>() as u32;
-        if ALIGNED {
-            let bytes = if left < elements { left } else { elements } * size_of::<O::Element>() as u32;
-            copy::async16_zfill(Shared::<O::Element>::at(to, elements), 0, from, index, bytes);
-        } else {
-            // Rows that start anywhere: element by element.
-            let mut words = [0u32; 4];
-            macro_rules! word {
-                ($w:literal) => {
-                    let each = elements / 4;
-                    let mut i = 0;
-                    while i < each {
-                        let at = $w * each + i;
-                        if at < left {
-                            words[$w] |= element::<O>(from, index + at as usize) << (32 / each * i);
-                        }
-                        i += 1;
-                    }
-                };
-            }
-            word!(0);
-            word!(1);
-            word!(2);
-            word!(3);
-            Shared::<u32>::at(to, 4).store_v4(0, words);
+        let resident = self.problem.is_resident(item.expert);
+        let (product, column) = T::column(Share::<R>::row());
+        let column = item.column * T::COLUMNS + column;
+        self.matrix = self.problem.matrix(if T::PAIRED && product == 1 { second[0] } else { weights }, item.expert);
+        self.right_at = column as usize * k as usize + Share::<R>::element() as usize;
+        macro_rules! column {
+            ($i:literal) => {
+                let exists = resident && column + $i * Self::COLUMNS_EACH < n;
+                self.right_there[$i] = if exists { u32::MAX } else { 0 };
+            };
         }
+        column!(0);
+        column!(1);
+        column!(2);
+        column!(3);
+        if FOLD != 0 {
+            let table = if T::PAIRED && thread_idx() == 1 { second[1] } else { scales };
+            self.scales = self.problem.block_scales(table, item.expert);
+            self.block_at = (item.column * T::COLUMNS / BLOCK) as usize * blocks;
+            self.block_bytes = if resident { 4 } else { 0 };
+        }
+        self.look_ahead();
     }
 
     /// Starts copying the next stage into the next place of the ring, as one group of copies. Empty behind the last item.
     #[inline(always)]
     pub fn copy(&mut self) {
-        if let Some(item) = self.item {
-            let Problem { a, a_scale, n, k, .. } = self.problem;
+        if self.left > 0 {
             let base = self.slot * Ring::<L, R, T>::STAGE_BYTES;
-            let k0 = self.stage * STAGE_K;
-            let left = k - k0;
-            let thread = thread_idx();
-
-            let each = T::THREADS / pieces::<L>();
-            let piece = thread % pieces::<L>();
-            let at = piece * (16 / size_of::<L::Element>() as u32);
+            let there = Share::<L>::there(self.left);
             macro_rules! left {
                 ($i:literal) => {
-                    if $i * each < T::ROWS {
-                        let row = self.rows[$i];
-                        let there = if row >= 0 { left.saturating_sub(at) } else { 0 };
-                        let index = if row >= 0 { row as usize * k as usize } else { 0 } + (k0 + at) as usize;
-                        let to = piece_at::<L>(base, thread / pieces::<L>() + $i * each, piece);
-                        Self::piece::<L>(a, index, there, to);
+                    if $i * Self::LEFT_EACH < T::ROWS {
+                        let row = Share::<L>::row() + $i * Self::LEFT_EACH;
+                        let there = there & self.left_there[$i];
+                        Share::<L>::copy::<ALIGNED>(self.problem.a, self.left_at[$i], there, base, row);
+                        self.left_at[$i] += STAGE_K as usize;
                     }
                 };
             }
@@ -286,21 +386,14 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             left!(2);
             left!(3);
 
-            let each = T::THREADS / pieces::<R>();
-            let piece = thread % pieces::<R>();
-            let at = piece * (16 / size_of::<R::Element>() as u32);
-            let base = base + Ring::<L, R, T>::LEFT_BYTES;
-            // Nothing is read of an expert that is not resident.
-            let columns = if self.matrix.is_null() { 0 } else { n };
+            let there = Share::<R>::there(self.left);
+            let right = base + Ring::<L, R, T>::LEFT_BYTES;
             macro_rules! right {
                 ($i:literal) => {
-                    if $i * each < T::COLUMNS {
-                        let row = thread / pieces::<R>() + $i * each;
-                        let column = item.column * T::COLUMNS + row;
-                        let there = if column < columns { left.saturating_sub(at) } else { 0 };
-                        let index =
-                            if column < columns { column as usize * k as usize } else { 0 } + (k0 + at) as usize;
-                        Self::piece::<R>(self.matrix, index, there, piece_at::<R>(base, row, piece));
+                    if $i * Self::RIGHT_EACH < T::RIGHT_ROWS {
+                        let row = Share::<R>::row() + $i * Self::RIGHT_EACH;
+                        let at = self.right_at + $i * (Self::COLUMNS_EACH as usize * self.problem.k as usize);
+                        Share::<R>::copy::<ALIGNED>(self.matrix, at, there & self.right_there[$i], right, row);
                     }
                 };
             }
@@ -308,23 +401,27 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             right!(1);
             right!(2);
             right!(3);
+            self.right_at += STAGE_K as usize;
 
-            let base = self.slot * Ring::<L, R, T>::STAGE_BYTES + Ring::<L, R, T>::SCALES_AT;
-            let (block, blocks) = ((k0 / BLOCK) as usize, self.problem.blocks() as usize);
-            let scales = Shared::<f32>::at(base, T::ROWS + 4);
-            if FOLD == 64 && thread < T::ROWS {
-                let row = self.scale_row;
-                let index = if row >= 0 { row as usize * blocks + block } else { 0 };
-                copy::async4_zfill(scales, thread, a_scale, index, if row >= 0 { 4 } else { 0 });
+            let scales = Shared::<f32>::at(base + Ring::<L, R, T>::SCALES_AT, T::ROWS + 4);
+            let block = (self.stage * STAGE_K / BLOCK) as usize;
+            if FOLD == 64 && thread_idx() < T::ROWS {
+                copy::async4_zfill(scales, thread_idx(), self.problem.a_scale, self.scale_at + block, self.scale_bytes);
             }
-            if FOLD != 0 && thread == 0 {
-                let row = (item.column * T::COLUMNS / BLOCK) as usize;
-                copy::async4_zfill(scales, T::ROWS, self.scales, row * blocks + block, 4);
+            if FOLD != 0 && thread_idx() < if T::PAIRED { 2 } else { 1 } {
+                copy::async4_zfill(
+                    scales,
+                    T::ROWS + thread_idx(),
+                    self.scales,
+                    self.block_at + block,
+                    self.block_bytes,
+                );
             }
 
             self.slot = if self.slot + 1 == T::STAGES { 0 } else { self.slot + 1 };
             self.stage += 1;
-            if self.stage == self.problem.stages() {
+            self.left = self.left.saturating_sub(STAGE_K);
+            if self.left == 0 {
                 self.advance();
             }
         }
