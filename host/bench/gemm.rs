@@ -144,11 +144,11 @@ pub fn gemm(gpu: &Arc<Gpu>, options: &GemmOptions, mut report: impl FnMut(&GemmR
                 let out = Buffer::<u16>::new(&device, pairs * n)?;
                 for &kernel in &options.kernels {
                     let op = GroupedGemm::new(&device, kernel, experts, n, k)?;
-                    let list = items(&counts, kernel.m_tile() as usize, op.n_tiles() as usize);
+                    let list = items(&counts, op.m_tile() as usize, op.n_tiles() as usize);
                     let total = Buffer::from_slice(&device, &[list.len() as u32 / 4])?;
                     let mut list = list;
                     list.resize(
-                        4 * (pairs.div_ceil(kernel.m_tile() as usize) + experts.min(pairs)) * op.n_tiles() as usize,
+                        4 * (pairs.div_ceil(op.m_tile() as usize) + experts.min(pairs)) * op.n_tiles() as usize,
                         0,
                     );
                     let worklist = Buffer::from_slice(&device, &list)?;
@@ -156,13 +156,16 @@ pub fn gemm(gpu: &Arc<Gpu>, options: &GemmOptions, mut report: impl FnMut(&GemmR
                         tiles: match kernel {
                             GemmKernel::W8a8 => Tiles::Dense {
                                 expert_offsets: &offsets,
-                                max_m_tiles: fullest.div_ceil(kernel.m_tile() as usize),
+                                max_m_tiles: fullest.div_ceil(op.m_tile() as usize),
                             },
                             _ => Tiles::Listed { worklist: &worklist, total: &total },
                         },
                         a: match kernel {
                             GemmKernel::Fp8 | GemmKernel::Bf16 => Activations::Bf16(&a16),
-                            _ => Activations::E4m3 { codes: &a8, scales: &a_scales },
+                            GemmKernel::W8a8 | GemmKernel::W8a8Pm4 => {
+                                Activations::E4m3 { codes: &a8, scales: &a_scales }
+                            }
+                            _ => Activations::Widened { values: &a16, scales: &a_scales },
                         },
                         a_rows,
                         sorted_token_ids: (projection == "gate").then_some(&ids),

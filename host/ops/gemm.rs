@@ -4,9 +4,12 @@ use super::ExpertTable;
 use crate::device::{Buffer, DeviceHandle, ErasedKernel, Grid, launch};
 use crate::error::{Error, Result};
 use cuda_std::kernel::{DeviceRef, Kernel};
+use kernels_gpu::gemm::operand::widened_stride;
 use kernels_gpu::gemm::shape::Shape;
 use kernels_gpu::gemm::tiles::{BLOCK, ITEM_WORDS};
-use kernels_gpu::gemm::{self, Dense, Down, GateUp, Paired1, Paired2, Pm4, bf16, fp8, gateup_silu, w8a8, w8a8_dense};
+use kernels_gpu::gemm::{
+    self, Dense, Down, GateUp, Paired1, Paired2, Pm4, bf16, fp8, gateup_silu, w8a8, w8a8_dense, w8a8_wide, widen,
+};
 
 /// A grouped GEMM by the name of its kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -48,49 +51,13 @@ impl GemmKernel {
         }
     }
 
-    /// Rows of a tile: the `m_tile` of its work-list.
-    pub const fn m_tile(self) -> u32 {
+    /// What its activations are.
+    const fn activations(self) -> &'static str {
         match self {
-            GemmKernel::Fp8 => gemm::Fp8::ROWS,
-            GemmKernel::W8a8 => Dense::ROWS,
-            GemmKernel::W8a8Pm4 => Pm4::ROWS,
-            GemmKernel::W8a8GateUp => GateUp::ROWS,
-            GemmKernel::W8a8Down => Down::ROWS,
-            GemmKernel::Bf16 => gemm::Bf16::ROWS,
+            GemmKernel::Fp8 | GemmKernel::Bf16 => "bf16",
+            GemmKernel::W8a8 | GemmKernel::W8a8Pm4 => "e4m3",
+            GemmKernel::W8a8GateUp | GemmKernel::W8a8Down => "widened e4m3",
         }
-    }
-
-    /// Columns of a tile.
-    pub const fn n_tile(self) -> u32 {
-        match self {
-            GemmKernel::Fp8 => gemm::Fp8::COLUMNS,
-            GemmKernel::W8a8 => Dense::COLUMNS,
-            GemmKernel::W8a8Pm4 => Pm4::COLUMNS,
-            GemmKernel::W8a8GateUp => GateUp::COLUMNS,
-            GemmKernel::W8a8Down => Down::COLUMNS,
-            GemmKernel::Bf16 => gemm::Bf16::COLUMNS,
-        }
-    }
-
-    /// Column tiles of a matrix with `n` rows: the `n_tiles` of its work-list.
-    pub const fn n_tiles(self, n: usize) -> u32 {
-        n.div_ceil(self.n_tile() as usize) as u32
-    }
-
-    const fn shared_bytes(self) -> u32 {
-        match self {
-            GemmKernel::Fp8 => gemm::FP8_SHARED_BYTES,
-            GemmKernel::W8a8 => gemm::w8a8_shared_bytes::<Dense>(),
-            GemmKernel::W8a8Pm4 => gemm::w8a8_shared_bytes::<Pm4>(),
-            GemmKernel::W8a8GateUp => gemm::w8a8_shared_bytes::<GateUp>(),
-            GemmKernel::W8a8Down => gemm::w8a8_shared_bytes::<Down>(),
-            GemmKernel::Bf16 => gemm::BF16_SHARED_BYTES,
-        }
-    }
-
-    /// Bytes of an element of the activations.
-    const fn a_bytes(self) -> usize {
-        if matches!(self, GemmKernel::Fp8 | GemmKernel::Bf16) { 2 } else { 1 }
     }
 
     /// Bytes of an element of the weights.
@@ -130,6 +97,23 @@ pub enum Activations<'a> {
         /// [rows, ceil(k/128)] scales.
         scales: &'a Buffer<f32>,
     },
+    /// e4m3 behind [`widen_e4m3`], for the `_e4m3_` kernels.
+    Widened {
+        /// [rows, widened_stride(k)] f16.
+        values: &'a Buffer<u16>,
+        /// [rows, ceil(k/128)] scales.
+        scales: &'a Buffer<f32>,
+    },
+}
+
+impl Activations<'_> {
+    const fn name(&self) -> &'static str {
+        match self {
+            Activations::Bf16(_) => "bf16",
+            Activations::E4m3 { .. } => "e4m3",
+            Activations::Widened { .. } => "widened e4m3",
+        }
+    }
 }
 
 /// Weights of all experts.
@@ -245,7 +229,7 @@ impl GroupedGemm {
     pub fn new(device: &DeviceHandle, kernel: GemmKernel, experts: usize, n: usize, k: usize) -> Result<Self> {
         check_sizes(experts, n, k)?;
         let gemm = GroupedGemm { device: device.clone(), kernel, experts, n, k };
-        device.prepare(gemm.erased(), kernel.shared_bytes())?;
+        device.prepare(gemm.erased(), gemm.shared_bytes())?;
         Ok(gemm)
     }
 
@@ -254,25 +238,52 @@ impl GroupedGemm {
         self.kernel
     }
 
-    /// Column tiles of its work-list.
-    pub fn n_tiles(&self) -> u32 {
-        self.kernel.n_tiles(self.n)
+    /// Rows, columns and shared memory of a tile.
+    fn tile(&self) -> (u32, u32, u32) {
+        const fn of<T: Shape>(shared_bytes: u32) -> (u32, u32, u32) {
+            (T::ROWS, T::COLUMNS, shared_bytes)
+        }
+        match (self.kernel, self.aligned()) {
+            (GemmKernel::Fp8, _) => of::<gemm::Fp8>(gemm::FP8_SHARED_BYTES),
+            (GemmKernel::W8a8, _) => of::<Dense>(gemm::w8a8_shared_bytes::<Dense>()),
+            (GemmKernel::W8a8Pm4, _) => of::<Pm4>(gemm::w8a8_shared_bytes::<Pm4>()),
+            (GemmKernel::W8a8GateUp, true) => of::<GateUp>(gemm::wide_shared_bytes::<GateUp>()),
+            (GemmKernel::W8a8Down, true) => of::<Down>(gemm::wide_shared_bytes::<Down>()),
+            (GemmKernel::W8a8GateUp | GemmKernel::W8a8Down, false) => of::<Pm4>(gemm::wide_shared_bytes::<Pm4>()),
+            (GemmKernel::Bf16, _) => of::<gemm::Bf16>(gemm::BF16_SHARED_BYTES),
+        }
     }
 
-    /// Whether rows of both operands can be copied 16 bytes at a time.
+    /// Rows of a tile: the `m_tile` of its work-list.
+    pub fn m_tile(&self) -> u32 {
+        self.tile().0
+    }
+
+    /// Column tiles of its work-list.
+    pub fn n_tiles(&self) -> u32 {
+        self.n.div_ceil(self.tile().1 as usize) as u32
+    }
+
+    fn shared_bytes(&self) -> u32 {
+        self.tile().2
+    }
+
+    /// Whether the rows that are copied begin at multiples of 16 bytes.
     fn aligned(&self) -> bool {
-        (self.k * self.kernel.a_bytes()).is_multiple_of(16) && (self.k * self.kernel.weight_bytes()).is_multiple_of(16)
+        (self.k * self.kernel.weight_bytes()).is_multiple_of(16)
     }
 
     fn w8a8_kernel(&self) -> Kernel<w8a8::Family> {
         use w8a8::*;
+        if self.aligned() { moe_w8a8_grouped_gemm_pm4 } else { moe_w8a8_grouped_gemm_pm4_narrow }
+    }
+
+    fn wide_kernel(&self) -> Kernel<w8a8_wide::Family> {
+        use w8a8_wide::*;
         match (self.kernel, self.aligned()) {
-            (GemmKernel::W8a8GateUp, true) => moe_w8a8_grouped_gemm_e4m3_gu,
-            (GemmKernel::W8a8GateUp, false) => moe_w8a8_grouped_gemm_e4m3_gu_narrow,
-            (GemmKernel::W8a8Down, true) => moe_w8a8_grouped_gemm_e4m3_dn,
-            (GemmKernel::W8a8Down, false) => moe_w8a8_grouped_gemm_e4m3_dn_narrow,
-            (_, true) => moe_w8a8_grouped_gemm_pm4,
-            (_, false) => moe_w8a8_grouped_gemm_pm4_narrow,
+            (_, false) => moe_w8a8_grouped_gemm_e4m3_narrow,
+            (GemmKernel::W8a8GateUp, _) => moe_w8a8_grouped_gemm_e4m3_gu,
+            _ => moe_w8a8_grouped_gemm_e4m3_dn,
         }
     }
 
@@ -293,7 +304,8 @@ impl GroupedGemm {
         match self.kernel {
             GemmKernel::Fp8 => self.fp8_kernel().into(),
             GemmKernel::W8a8 => self.dense_kernel().into(),
-            GemmKernel::W8a8Pm4 | GemmKernel::W8a8GateUp | GemmKernel::W8a8Down => self.w8a8_kernel().into(),
+            GemmKernel::W8a8Pm4 => self.w8a8_kernel().into(),
+            GemmKernel::W8a8GateUp | GemmKernel::W8a8Down => self.wide_kernel().into(),
             GemmKernel::Bf16 => self.bf16_kernel().into(),
         }
     }
@@ -311,24 +323,21 @@ impl GroupedGemm {
             bias.check("bias", device, experts * n)?;
         }
         args.out.check("out", device, args.rows * n)?;
-        let needs_e4m3 = self.kernel.a_bytes() == 1;
-        let (a16, a8) = match args.a {
-            Activations::Bf16(a) if !needs_e4m3 => {
-                a.check("a", device, args.a_rows * k)?;
-                (Some(a), None)
-            }
-            Activations::E4m3 { codes, scales } if needs_e4m3 => {
+        if args.a.name() != self.kernel.activations() {
+            let needed = format!("{} for {}", self.kernel.activations(), self.kernel.name());
+            return Err(Error::argument("a", args.a.name(), needed));
+        }
+        match args.a {
+            Activations::Bf16(a) => a.check("a", device, args.a_rows * k)?,
+            Activations::E4m3 { codes, scales } => {
                 codes.check("a", device, args.a_rows * k)?;
                 scales.check("a_scale", device, args.a_rows * k_blocks)?;
-                (None, Some((codes, scales)))
             }
-            Activations::Bf16(_) => {
-                return Err(Error::argument("a", "bf16", format!("e4m3 for {}", self.kernel.name())));
+            Activations::Widened { values, scales } => {
+                values.check("a", device, args.a_rows * widened_stride(k))?;
+                scales.check("a_scale", device, args.a_rows * k_blocks)?;
             }
-            Activations::E4m3 { .. } => {
-                return Err(Error::argument("a", "e4m3", format!("bf16 for {}", self.kernel.name())));
-            }
-        };
+        }
         let weights = match (args.weights, self.kernel.weight_bytes()) {
             (Weights::Bf16(weights), 2) => {
                 weights.check("weights", device, experts, n * k)?;
@@ -349,11 +358,11 @@ impl GroupedGemm {
         let bias = args.bias.map_or(DeviceRef::null(), Buffer::as_ref);
         let (out, rows, a_rows) = (args.out.as_mut(), args.rows as u32, args.a_rows as u32);
         let (n, k) = (n as u32, k as u32);
-        let shared_bytes = self.kernel.shared_bytes();
+        let shared_bytes = self.shared_bytes();
 
         let (worklist, total) = match args.tiles {
             Tiles::Dense { expert_offsets, max_m_tiles } => {
-                let Some((codes, scales)) = a8.filter(|_| self.kernel == GemmKernel::W8a8) else {
+                let (GemmKernel::W8a8, Activations::E4m3 { codes, scales }) = (self.kernel, args.a) else {
                     return Err(Error::argument("tiles", "dense", format!("a work-list for {}", self.kernel.name())));
                 };
                 expert_offsets.check("expert_offsets", device, experts + 1)?;
@@ -391,26 +400,25 @@ impl GroupedGemm {
         if self.kernel == GemmKernel::W8a8 {
             return Err(Error::argument("tiles", "a work-list", "the dense grid for moe_w8a8_grouped_gemm"));
         }
-        let tiles = (self.kernel.m_tile(), self.n_tiles());
+        let tiles = (self.m_tile(), self.n_tiles());
         let capacity = check_worklist(device, worklist, total, (args.rows, experts), tiles)?;
         if rows == 0 {
             return Ok(());
         }
         let grid = Grid { blocks: blocks(device, self.erased(), shared_bytes, capacity), shared_bytes };
         let (worklist, total) = (worklist.as_ref(), total.as_ref());
-        match (a8, a16) {
-            (Some((codes, scales)), _) => launch(
-                &**device,
-                self.w8a8_kernel(),
-                grid,
-                w8a8::Args {
+        let (weights, scales) = weights;
+        match args.a {
+            Activations::E4m3 { codes, scales: a_scale } => {
+                let (a, a_scale) = (codes.as_ref(), a_scale.as_ref());
+                let args = w8a8::Args {
                     worklist,
                     total,
-                    a: codes.as_ref(),
-                    a_scale: scales.as_ref(),
+                    a,
+                    a_scale,
                     sorted_token_ids,
-                    weights: weights.0,
-                    scales: weights.1,
+                    weights,
+                    scales,
                     bias,
                     out,
                     n,
@@ -418,19 +426,19 @@ impl GroupedGemm {
                     a_rows,
                     rows,
                     capacity,
-                },
-            ),
-            (_, Some(a)) if self.kernel == GemmKernel::Fp8 => launch(
-                &**device,
-                self.fp8_kernel(),
-                grid,
-                fp8::Args {
+                };
+                launch(&**device, self.w8a8_kernel(), grid, args)
+            }
+            Activations::Widened { values, scales: a_scale } => {
+                let (a, a_scale) = (values.as_ref(), a_scale.as_ref());
+                let args = w8a8_wide::Args {
                     worklist,
                     total,
-                    a: a.as_ref(),
+                    a,
+                    a_scale,
                     sorted_token_ids,
-                    weights: weights.0,
-                    scales: weights.1,
+                    weights,
+                    scales,
                     bias,
                     out,
                     n,
@@ -438,18 +446,18 @@ impl GroupedGemm {
                     a_rows,
                     rows,
                     capacity,
-                },
-            ),
-            (_, a) => launch(
-                &**device,
-                self.bf16_kernel(),
-                grid,
-                bf16::Args {
+                };
+                launch(&**device, self.wide_kernel(), grid, args)
+            }
+            Activations::Bf16(a) if self.kernel == GemmKernel::Fp8 => {
+                let a = a.as_ref();
+                let args = fp8::Args {
                     worklist,
                     total,
-                    a: a.map_or(DeviceRef::null(), Buffer::as_ref),
+                    a,
                     sorted_token_ids,
-                    weights: weights.0,
+                    weights,
+                    scales,
                     bias,
                     out,
                     n,
@@ -457,10 +465,51 @@ impl GroupedGemm {
                     a_rows,
                     rows,
                     capacity,
-                },
-            ),
+                };
+                launch(&**device, self.fp8_kernel(), grid, args)
+            }
+            Activations::Bf16(a) => {
+                let a = a.as_ref();
+                let args = bf16::Args {
+                    worklist,
+                    total,
+                    a,
+                    sorted_token_ids,
+                    weights,
+                    bias,
+                    out,
+                    n,
+                    k,
+                    a_rows,
+                    rows,
+                    capacity,
+                };
+                launch(&**device, self.bf16_kernel(), grid, args)
+            }
         }
     }
+}
+
+/// Readies [`widen_e4m3`].
+pub fn prepare_widen(device: &DeviceHandle) -> Result<()> {
+    device.prepare(widen::widen_e4m3::widen_e4m3_f16.into(), 0)
+}
+
+/// Enqueues e4m3 codes [rows, k] to f16 [rows, widened_stride(k)], in the order that the `_e4m3_` kernels read. Errors name `k`,
+/// `rows`, `codes` or `out`.
+pub fn widen_e4m3(device: &DeviceHandle, codes: &Buffer<u8>, rows: usize, k: usize, out: &Buffer<u16>) -> Result<()> {
+    check_sizes(1, 1, k)?;
+    check_rows(rows, rows)?;
+    codes.check("codes", device, rows * k)?;
+    out.check("out", device, rows * widened_stride(k))?;
+    let pieces = rows * (widened_stride(k) / 16);
+    let blocks = pieces.div_ceil(widen::THREADS as usize).min(16 * device.properties().multiprocessors as usize);
+    launch(
+        &**device,
+        widen::widen_e4m3::widen_e4m3_f16,
+        Grid { blocks: blocks as u32, shared_bytes: 0 },
+        widen::widen_e4m3::Args { codes: codes.as_ref(), out: out.as_mut(), rows: rows as u32, k: k as u32 },
+    )
 }
 
 /// Gate and up with the activation and the quantiser in one kernel, of one size, ready on a device.
@@ -480,8 +529,8 @@ pub struct GateUpSiluArgs<'a> {
     pub worklist: &'a Buffer<u32>,
     /// `[1]` number of items.
     pub total: &'a Buffer<u32>,
-    /// [a_rows, k] codes.
-    pub a: &'a Buffer<u8>,
+    /// [a_rows, widened_stride(k)] activations behind [`widen_e4m3`].
+    pub a: &'a Buffer<u16>,
     /// [a_rows, ceil(k/128)] scales.
     pub a_scale: &'a Buffer<f32>,
     /// Rows of the activations.
@@ -511,6 +560,8 @@ impl GateUpSilu {
     /// `num_experts`, `n` or `k`.
     pub fn new(device: &DeviceHandle, two_blocks: bool, experts: usize, n: usize, k: usize) -> Result<Self> {
         check_sizes(experts, n, k)?;
+        // Weights whose rows begin anywhere have one kernel.
+        let two_blocks = two_blocks && k.is_multiple_of(16);
         let op = GateUpSilu { device: device.clone(), two_blocks, experts, n, k };
         device.prepare(op.kernel().into(), op.shared_bytes())?;
         Ok(op)
@@ -531,9 +582,8 @@ impl GateUpSilu {
         use gateup_silu::*;
         match (self.two_blocks, self.k.is_multiple_of(16)) {
             (false, true) => moe_w8a8_gateup_silu_e4m3_w1,
-            (false, false) => moe_w8a8_gateup_silu_e4m3_w1_narrow,
+            (_, false) => moe_w8a8_gateup_silu_e4m3_w1_narrow,
             (true, true) => moe_w8a8_gateup_silu_e4m3_w2,
-            (true, false) => moe_w8a8_gateup_silu_e4m3_w2_narrow,
         }
     }
 
@@ -549,7 +599,7 @@ impl GateUpSilu {
     pub fn launch(&self, args: GateUpSiluArgs<'_>) -> Result<()> {
         let (device, n, k, experts) = (&self.device, self.n, self.k, self.experts);
         check_rows(args.rows, args.a_rows)?;
-        args.a.check("a", device, args.a_rows * k)?;
+        args.a.check("a", device, args.a_rows * widened_stride(k))?;
         args.a_scale.check("a_scale", device, args.a_rows * k.div_ceil(BLOCK as usize))?;
         if let Some(ids) = args.sorted_token_ids {
             ids.check("sorted_token_ids", device, args.rows)?;

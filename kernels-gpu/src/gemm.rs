@@ -18,13 +18,14 @@
 pub mod operand;
 pub mod shape;
 pub mod tiles;
+pub mod widen;
 
 use cuda_std::arch::Arch;
 use cuda_std::memory::{In, Out};
 use cuda_std::shared::Shared;
 use cuda_std::thread::{block_idx, grid_dim};
 use cuda_std::{copy, kernels, sync};
-use operand::{Bf16Pairs, Bf16Quads, E4m3, E4m3AsBf16, Operand};
+use operand::{Bf16Pairs, Bf16Quads, E4m3, E4m3AsBf16, Operand, Widened, widened_stride};
 use shape::{Joined, Output, Shape, Tile};
 use tiles::{Copier, Item, Problem, Ring, Source};
 
@@ -35,7 +36,7 @@ pub type Pm4 = Tile<4, 2, 2, 2, 4>;
 /// Tile of `moe_w8a8_grouped_gemm_e4m3_gu`.
 pub type GateUp = Tile<2, 4, 4, 2, 4>;
 /// Tile of `moe_w8a8_grouped_gemm_e4m3_dn`.
-pub type Down = Tile<4, 4, 2, 2, 4>;
+pub type Down = Tile<4, 2, 2, 4, 4>;
 /// Tile of `moe_fp8_grouped_gemm`.
 pub type Fp8 = Tile<2, 4, 4, 2, 4>;
 /// Tile of `moe_bf16_grouped_gemm`.
@@ -44,11 +45,16 @@ pub type Bf16 = Tile<2, 4, 4, 2, 4>;
 /// Tile of `moe_w8a8_gateup_silu_e4m3_w1`: one block a multiprocessor.
 pub type Paired1 = Tile<2, 4, 2, 4, 4, true>;
 /// Tile of `moe_w8a8_gateup_silu_e4m3_w2`: two blocks.
-pub type Paired2 = Tile<2, 4, 1, 4, 4, true>;
+pub type Paired2 = Tile<1, 4, 2, 4, 3, true>;
 
 /// Bytes of shared memory of a W8A8 kernel with tile `T`.
 pub const fn w8a8_shared_bytes<T: Shape>() -> u32 {
     Ring::<E4m3, E4m3, T>::BYTES
+}
+
+/// Bytes of shared memory of a kernel of [`w8a8_wide`] with tile `T`.
+pub const fn wide_shared_bytes<T: Shape>() -> u32 {
+    Ring::<Widened, E4m3, T>::BYTES
 }
 
 /// Bytes of shared memory of `moe_fp8_grouped_gemm`.
@@ -88,12 +94,45 @@ kernels! {
         /// Items that the work-list has room for.
         capacity: u32,
     );
-    moe_w8a8_grouped_gemm_pm4[Pm4::THREADS, 2] = |A| w8a8_body::<A, Pm4, true>;
+    moe_w8a8_grouped_gemm_pm4[Pm4::THREADS, 1] = |A| w8a8_body::<A, Pm4, true>;
     moe_w8a8_grouped_gemm_pm4_narrow[Pm4::THREADS, 1] = |A| w8a8_body::<A, Pm4, false>;
-    moe_w8a8_grouped_gemm_e4m3_gu[GateUp::THREADS, 1] = |A| w8a8_body::<A, GateUp, true>;
-    moe_w8a8_grouped_gemm_e4m3_gu_narrow[GateUp::THREADS, 1] = |A| w8a8_body::<A, GateUp, false>;
-    moe_w8a8_grouped_gemm_e4m3_dn[Down::THREADS, 1] = |A| w8a8_body::<A, Down, true>;
-    moe_w8a8_grouped_gemm_e4m3_dn_narrow[Down::THREADS, 1] = |A| w8a8_body::<A, Down, false>;
+}
+
+kernels! {
+    /// e4m3 activations, widened to f16 in tensor-core order; e4m3 weights.
+    pub mod w8a8_wide(
+        /// [items, ITEM_WORDS] work-list.
+        worklist: In<u32>,
+        /// `[1]` number of items.
+        total: In<u32>,
+        /// [rows, widened_stride(k)] f16.
+        a: In<u16>,
+        /// [rows, ceil(k/128)] scales.
+        a_scale: In<f32>,
+        /// Row of `a` for each sorted row; null for the same.
+        sorted_token_ids: In<i32>,
+        /// `[E]` addresses of [n, k] codes.
+        weights: In<u64>,
+        /// `[E]` addresses of [ceil(n/128), ceil(k/128)] scales.
+        scales: In<u64>,
+        /// [E, n] biases; null for none.
+        bias: In<f32>,
+        /// [sorted rows, n] bf16.
+        out: Out<u16>,
+        /// Columns of the output.
+        n: u32,
+        /// Columns of the weights.
+        k: u32,
+        /// Rows of `a`.
+        a_rows: u32,
+        /// Rows of `out`.
+        rows: u32,
+        /// Items that the work-list has room for.
+        capacity: u32,
+    );
+    moe_w8a8_grouped_gemm_e4m3_gu[GateUp::THREADS, 1] = |A| wide_body::<A, GateUp, true>;
+    moe_w8a8_grouped_gemm_e4m3_dn[Down::THREADS, 1] = |A| wide_body::<A, Down, true>;
+    moe_w8a8_grouped_gemm_e4m3_narrow[Pm4::THREADS, 1] = |A| wide_body::<A, Pm4, false>;
 }
 
 kernels! {
@@ -204,8 +243,8 @@ kernels! {
         worklist: In<u32>,
         /// `[1]` number of items.
         total: In<u32>,
-        /// [rows, k] codes.
-        a: In<u8>,
+        /// [rows, widened_stride(k)] f16.
+        a: In<u16>,
         /// [rows, ceil(k/128)] scales.
         a_scale: In<f32>,
         /// Row of `a` for each sorted row; null for the same.
@@ -238,12 +277,11 @@ kernels! {
     moe_w8a8_gateup_silu_e4m3_w1[Paired1::THREADS, 1] = |A| gateup_silu_body::<A, Paired1, true>;
     moe_w8a8_gateup_silu_e4m3_w1_narrow[Paired1::THREADS, 1] = |A| gateup_silu_body::<A, Paired1, false>;
     moe_w8a8_gateup_silu_e4m3_w2[Paired2::THREADS, 2] = |A| gateup_silu_body::<A, Paired2, true>;
-    moe_w8a8_gateup_silu_e4m3_w2_narrow[Paired2::THREADS, 1] = |A| gateup_silu_body::<A, Paired2, false>;
 }
 
 /// Bytes of shared memory of a gateup_silu kernel with tile `T`: the ring, and a value for each row and warp.
 pub const fn gateup_silu_shared_bytes<T: Shape>() -> u32 {
-    Ring::<E4m3, E4m3, T>::BYTES + T::ROWS * LARGEST * 4
+    Ring::<Widened, E4m3, T>::BYTES + T::ROWS * LARGEST * 4
 }
 
 /// Warps along the columns of a gateup_silu tile.
@@ -254,7 +292,7 @@ const LARGEST: u32 = 4;
 fn gateup_silu_body<A: Arch, T: Shape, const ALIGNED: bool>(
     worklist: In<u32>,
     total: In<u32>,
-    a: In<u8>,
+    a: In<u16>,
     a_scale: In<f32>,
     sorted_token_ids: In<i32>,
     gate: In<u64>,
@@ -270,12 +308,13 @@ fn gateup_silu_body<A: Arch, T: Shape, const ALIGNED: bool>(
     rows: u32,
     capacity: u32,
 ) {
-    let problem = Problem::<E4m3, E4m3>::new(a, a_scale, sorted_token_ids, gate, gate_scales, n, k, a_rows)
+    let problem = Problem::<Widened, E4m3>::new(a, a_scale, sorted_token_ids, gate, gate_scales, n, k, a_rows)
+        .with_stride(widened_stride(k as usize) as u32)
         .with_second(up, up_scales);
     let source = Listed { worklist, total: total.load(0).min(capacity), rows };
     let output = Joined { codes: out, scales: out_scale, n, limit };
-    let largest = Shared::<f32>::at(Ring::<E4m3, E4m3, T>::BYTES, T::ROWS * LARGEST);
-    run::<A, E4m3, E4m3, T, _, 64, ALIGNED>(problem, source, |sums, item| T::join::<A>(sums, output, largest, item));
+    let largest = Shared::<f32>::at(Ring::<Widened, E4m3, T>::BYTES, T::ROWS * LARGEST);
+    run::<A, Widened, E4m3, T, _, 64, ALIGNED>(problem, source, |sums, item| T::join::<A>(sums, output, largest, item));
 }
 
 /// Items `block, block + grid, …` of a work-list.
@@ -333,6 +372,32 @@ fn w8a8_body<A: Arch, T: Shape, const ALIGNED: bool>(
     let problem = Problem::<E4m3, E4m3>::new(a, a_scale, sorted_token_ids, weights, scales, n, k, a_rows);
     let source = Listed { worklist, total: total.load(0).min(capacity), rows };
     run::<A, E4m3, E4m3, T, _, 64, ALIGNED>(problem, source, |sums, item| {
+        T::store(sums, Output { bias, out, n }, item)
+    });
+}
+
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+fn wide_body<A: Arch, T: Shape, const ALIGNED: bool>(
+    worklist: In<u32>,
+    total: In<u32>,
+    a: In<u16>,
+    a_scale: In<f32>,
+    sorted_token_ids: In<i32>,
+    weights: In<u64>,
+    scales: In<u64>,
+    bias: In<f32>,
+    out: Out<u16>,
+    n: u32,
+    k: u32,
+    a_rows: u32,
+    rows: u32,
+    capacity: u32,
+) {
+    let problem = Problem::<Widened, E4m3>::new(a, a_scale, sorted_token_ids, weights, scales, n, k, a_rows)
+        .with_stride(widened_stride(k as usize) as u32);
+    let source = Listed { worklist, total: total.load(0).min(capacity), rows };
+    run::<A, Widened, E4m3, T, _, 64, ALIGNED>(problem, source, |sums, item| {
         T::store(sums, Output { bias, out, n }, item)
     });
 }
@@ -437,12 +502,15 @@ fn run<A: Arch, L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, co
             // read by all.
             wait_for_oldest::<T>();
             sync::sync_threads();
+            let left = slot * Ring::<L, R, T>::STAGE_BYTES;
+            let right = left + Ring::<L, R, T>::LEFT_BYTES;
+            inner = T::multiply::<A, L, R>(left, right, 0, inner);
+            // Copies are issued while the tensor cores are busy.
             copier.copy();
-            let base = slot * Ring::<L, R, T>::STAGE_BYTES;
-            inner = T::multiply::<A, L, R>(base, base + Ring::<L, R, T>::LEFT_BYTES, inner);
+            inner = T::multiply::<A, L, R>(left, right, 1, inner);
             stage += 1;
             if FOLD == 64 || FOLD == 128 && (stage.is_multiple_of(2) || stage == stages) {
-                let scales = Shared::<f32>::at(base + Ring::<L, R, T>::SCALES_AT, T::ROWS + 4);
+                let scales = Shared::<f32>::at(left + Ring::<L, R, T>::SCALES_AT, T::ROWS + 4);
                 outer = if FOLD == 64 {
                     T::fold::<true>(outer, inner, scales)
                 } else {

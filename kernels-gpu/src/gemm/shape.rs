@@ -79,9 +79,9 @@ pub trait Shape: Copy + Send + Sync + 'static {
     const ZERO: Self::Sums;
     /// Product and column of the item behind a row of the right operand.
     fn column(row: u32) -> (u32, u32);
-    /// Adds a stage, whose operands lie at bytes `left` and `right`: for each 16 k ascending, every 16-row tile of the warp times
-    /// every 8-column tile.
-    fn multiply<A: Arch, L: Operand, R: Operand>(left: u32, right: u32, sums: Self::Sums) -> Self::Sums;
+    /// Adds half `half` of a stage whose operands lie at bytes `left` and `right`: for each 16 k ascending, every 16-row tile of the
+    /// warp times every 8-column tile.
+    fn multiply<A: Arch, L: Operand, R: Operand>(left: u32, right: u32, half: u32, sums: Self::Sums) -> Self::Sums;
     /// `outer + inner · s`, where s is the scale of the weights, one for each product behind the row scales, times the row's own if
     /// those count.
     fn fold<const ROW_SCALES: bool>(outer: Self::Sums, inner: Self::Sums, scales: Shared<f32>) -> Self::Sums;
@@ -125,34 +125,30 @@ impl<const WM: u32, const WN: u32, const TM: usize, const TN: usize, const STAGE
     }
 
     #[inline(always)]
-    fn multiply<A: Arch, L: Operand, R: Operand>(left: u32, right: u32, mut sums: Self::Sums) -> Self::Sums {
+    fn multiply<A: Arch, L: Operand, R: Operand>(left: u32, right: u32, half: u32, mut sums: Self::Sums) -> Self::Sums {
         let (row, column) = Self::origin();
         sync::converge();
-        let mut half = 0;
-        while half < 2 {
-            let mut columns = [[[[0; 2]; 2]; 2]; TN];
-            let mut j = 0;
-            while j < TN {
-                columns[j] = R::columns16::<A>(right, column + j as u32 * 16, half);
-                j += 1;
-            }
-            let mut i = 0;
-            while i < TM {
-                let rows = L::rows16::<A>(left, row + i as u32 * 16, half);
-                let mut group = 0;
-                while group < 2 {
-                    let mut j = 0;
-                    while j < TN {
-                        let [first, second] = columns[j][group];
-                        sums[i][j][0] = mma::m16n8k16::<L::Mma>(rows[group], first, sums[i][j][0]);
-                        sums[i][j][1] = mma::m16n8k16::<L::Mma>(rows[group], second, sums[i][j][1]);
-                        j += 1;
-                    }
-                    group += 1;
+        let mut columns = [[[[0; 2]; 2]; 2]; TN];
+        let mut j = 0;
+        while j < TN {
+            columns[j] = R::columns16::<A>(right, column + j as u32 * 16, half);
+            j += 1;
+        }
+        let mut i = 0;
+        while i < TM {
+            let rows = L::rows16::<A>(left, row + i as u32 * 16, half);
+            let mut group = 0;
+            while group < 2 {
+                let mut j = 0;
+                while j < TN {
+                    let [first, second] = columns[j][group];
+                    sums[i][j][0] = mma::m16n8k16::<L::Mma>(rows[group], first, sums[i][j][0]);
+                    sums[i][j][1] = mma::m16n8k16::<L::Mma>(rows[group], second, sums[i][j][1]);
+                    j += 1;
                 }
-                i += 1;
+                group += 1;
             }
-            half += 1;
+            i += 1;
         }
         sums
     }

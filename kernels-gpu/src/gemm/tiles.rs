@@ -62,6 +62,8 @@ pub struct Problem<L: Operand, R: Operand> {
     pub n: u32,
     /// Columns of `a` and of the weights.
     pub k: u32,
+    /// Elements from one row of `a` to the next, all of which count: at least k.
+    pub a_stride: u32,
     /// Rows of `a`: an id that is none of them counts as a row of zeros.
     pub a_rows: u32,
     right: core::marker::PhantomData<R>,
@@ -90,6 +92,7 @@ impl<L: Operand, R: Operand> Problem<L, R> {
             second,
             n,
             k,
+            a_stride: k,
             a_rows,
             right: core::marker::PhantomData,
         }
@@ -111,6 +114,12 @@ impl<L: Operand, R: Operand> Problem<L, R> {
     #[inline(always)]
     pub fn with_second(self, weights: In<u64>, scales: In<u64>) -> Self {
         Problem { second: [weights, scales], ..self }
+    }
+
+    /// The same with rows of `a` that lie further apart.
+    #[inline(always)]
+    pub fn with_stride(self, a_stride: u32) -> Self {
+        Problem { a_stride, ..self }
     }
 
     /// Whether the expert's weights are on the device.
@@ -148,7 +157,7 @@ impl<L: Operand, R: Operand, T: Shape> Ring<L, R, T> {
 }
 
 /// Most pieces of one operand that a thread copies for a stage.
-const MOST: usize = 4;
+const MOST: usize = 8;
 
 /// Rows of one operand whose pieces a thread copies: piece `thread mod pieces` of every so-manieth row.
 #[derive(Clone, Copy)]
@@ -180,7 +189,7 @@ impl<O: Operand> Share<O> {
     #[inline(always)]
     fn copy<const ALIGNED: bool>(from: In<O::Element>, index: usize, there: u32, base: u32, row: u32) {
         let to = piece_at::<O>(base, row, thread_idx() % pieces::<O>());
-        if ALIGNED {
+        if ALIGNED || O::PADDED {
             let bytes = there * size_of::<O::Element>() as u32;
             copy::async16_zfill(Shared::<O::Element>::at(to, Self::ELEMENTS), 0, from, index, bytes);
             return;
@@ -310,6 +319,10 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             row!(1);
             row!(2);
             row!(3);
+            row!(4);
+            row!(5);
+            row!(6);
+            row!(7);
             if FOLD == 64 {
                 self.next_scale_row = self.source_row(item, thread_idx());
             }
@@ -323,20 +336,24 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             self.left = 0;
             return;
         };
-        let Problem { weights, scales, second, n, k, .. } = self.problem;
+        let Problem { weights, scales, second, n, k, a_stride, .. } = self.problem;
         self.left = k;
         self.stage = 0;
         macro_rules! row {
             ($i:literal) => {
                 let row = self.next_rows[$i];
                 self.left_there[$i] = if row >= 0 { u32::MAX } else { 0 };
-                self.left_at[$i] = row.max(0) as usize * k as usize + Share::<L>::element() as usize;
+                self.left_at[$i] = row.max(0) as usize * a_stride as usize + Share::<L>::element() as usize;
             };
         }
         row!(0);
         row!(1);
         row!(2);
         row!(3);
+        row!(4);
+        row!(5);
+        row!(6);
+        row!(7);
         let blocks = self.problem.blocks() as usize;
         self.scale_at = self.next_scale_row.max(0) as usize * blocks;
         self.scale_bytes = if self.next_scale_row >= 0 { 4 } else { 0 };
@@ -356,6 +373,10 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
         column!(1);
         column!(2);
         column!(3);
+        column!(4);
+        column!(5);
+        column!(6);
+        column!(7);
         if FOLD != 0 {
             let table = if T::PAIRED && thread_idx() == 1 { second[1] } else { scales };
             self.scales = self.problem.block_scales(table, item.expert);
@@ -370,7 +391,7 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
     pub fn copy(&mut self) {
         if self.left > 0 {
             let base = self.slot * Ring::<L, R, T>::STAGE_BYTES;
-            let there = Share::<L>::there(self.left);
+            let there = Share::<L>::there(self.left + (self.problem.a_stride - self.problem.k));
             macro_rules! left {
                 ($i:literal) => {
                     if $i * Self::LEFT_EACH < T::ROWS {
@@ -385,6 +406,10 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             left!(1);
             left!(2);
             left!(3);
+            left!(4);
+            left!(5);
+            left!(6);
+            left!(7);
 
             let there = Share::<R>::there(self.left);
             let right = base + Ring::<L, R, T>::LEFT_BYTES;
@@ -401,6 +426,10 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             right!(1);
             right!(2);
             right!(3);
+            right!(4);
+            right!(5);
+            right!(6);
+            right!(7);
             self.right_at += STAGE_K as usize;
 
             let scales = Shared::<f32>::at(base + Ring::<L, R, T>::SCALES_AT, T::ROWS + 4);
