@@ -4,7 +4,7 @@ use megamoe::diff::Random;
 use megamoe::formats;
 use megamoe::reference::mma::NAN;
 use megamoe::reference::*;
-use megamoe::{Activation, Error, Groups, Routing, Scoring};
+use megamoe::{Activation, Error, Gating, Groups, Routing, Scoring};
 
 /// What `ln` is off at most, in ulps, over every positive f32.
 const LN_ULP: f64 = 0.830;
@@ -466,4 +466,353 @@ fn gate_special_values() {
     assert_eq!(argument_of(gate_logits(&x, &codes, &[ONE; 3], 1.0, 8)), "hidden");
     assert_eq!(argument_of(gate_logits(&x, &codes, &[ONE; 2], 1.0, 16)), "scales");
     assert_eq!(argument_of(gate_logits(&x[1..], &codes, &[ONE; 3], 1.0, 16)), "x");
+}
+
+// ---- sort, worklist -------------------------------------------------------------------------------------------------
+
+#[test]
+fn sort_by_hand() {
+    // Three tokens of two; expert 2 is not resident, 4 is no expert.
+    let ids = [3, 0, 0, 2, 4, 3];
+    let sorted = sort_by_expert(&ids, 2, &[true, true, false, true]).unwrap();
+    assert_eq!(sorted.expert_offsets, [0, 2, 2, 2, 4]);
+    assert_eq!(sorted.sorted_token_ids, [0, 1, 0, 2, -1, -1]);
+    assert_eq!(sorted.sorted_pairs, [1, 2, 0, 5, -1, -1]);
+    assert_eq!(sorted.token_to_perm, [2, 0, 1, -1, -1, 3]);
+    assert!(sorted.bad_expert_id);
+    // Negative ids and experts that are not resident set no status; an expert twice in a token has two rows.
+    let sorted = sort_by_expert(&[1, 1, -1, i32::MIN], 2, &[false, true]).unwrap();
+    assert_eq!((sorted.expert_offsets, sorted.sorted_token_ids), (vec![0, 0, 2], vec![0, 0, -1, -1]));
+    assert_eq!((sorted.token_to_perm, sorted.bad_expert_id), (vec![0, 1, -1, -1], false));
+    let sorted = sort_by_expert(&[i32::MAX], 1, &[true]).unwrap();
+    assert_eq!((sorted.expert_offsets, sorted.bad_expert_id), (vec![0, 0], true));
+    let empty = sort_by_expert(&[], 8, &[true; 3]).unwrap();
+    assert_eq!((empty.expert_offsets, empty.sorted_pairs), (vec![0; 4], vec![]));
+    assert_eq!(argument_of(sort_by_expert(&ids, 4, &[true])), "ids");
+    assert_eq!(argument_of(sort_by_expert(&ids, 0, &[true])), "top_k");
+    assert_eq!(argument_of(sort_by_expert(&ids, 2, &[])), "num_experts");
+    assert_eq!(argument_of(sort_by_expert(&ids, 2, &[true; 4097])), "num_experts");
+}
+
+/// Another way: a pair's row is the number of live pairs that come before it.
+#[test]
+fn sort_ranks_pairs() {
+    let mut random = Random(3);
+    for (experts, top_k, tokens) in [(1, 1, 5), (7, 3, 40), (256, 8, 30)] {
+        let resident = (0..experts).map(|_| random.next() % 4 != 0).collect::<Vec<_>>();
+        let ids = (0..tokens * top_k).map(|_| (random.next() % (experts as u64 + 3)) as i32 - 1).collect::<Vec<_>>();
+        let sorted = sort_by_expert(&ids, top_k, &resident).unwrap();
+        let live = |i: usize| ids[i] >= 0 && (ids[i] as usize) < experts && resident[ids[i] as usize];
+        let mut rows = vec![-1; ids.len()];
+        for i in 0..ids.len() {
+            let before = (0..ids.len()).filter(|&j| live(j) && (ids[j], j) < (ids[i], i)).count();
+            assert_eq!(sorted.token_to_perm[i], if live(i) { before as i32 } else { -1 });
+            if live(i) {
+                rows[before] = i as i32;
+            }
+        }
+        assert_eq!(sorted.sorted_pairs, rows);
+        let tokens = rows.iter().map(|&i| if i < 0 { -1 } else { i / top_k as i32 }).collect::<Vec<_>>();
+        assert_eq!(sorted.sorted_token_ids, tokens);
+        for e in 0..=experts {
+            let before = (0..ids.len()).filter(|&i| live(i) && (ids[i] as usize) < e).count();
+            assert_eq!(sorted.expert_offsets[e], before as i32);
+        }
+    }
+}
+
+#[test]
+fn worklist_by_hand() {
+    // 5, 0, 4 and 1 rows, the expert with 4 not resident.
+    let offsets = [0, 5, 5, 9, 10];
+    let resident = [true, true, false, true];
+    let items = tile_worklist(&offsets, &resident, 2, 4).unwrap();
+    assert_eq!(items, [[0, 0, 4, 0], [0, 0, 4, 1], [0, 4, 1, 0], [0, 4, 1, 1], [3, 9, 1, 0], [3, 9, 1, 1]]);
+    let packed = tile_worklist_packed6(&offsets, &resident, 2, 4).unwrap();
+    assert_eq!(packed, [[0, 0], [0, 1], [0, 64], [0, 65], [3, 0], [3, 1]]);
+    assert_eq!(tile_worklist_packed6(&[0, 3], &[true], 64, 2).unwrap()[127], [0, 127]);
+    assert!(tile_worklist(&[0, 0], &[true], 3, 4).unwrap().is_empty());
+    assert_eq!(argument_of(tile_worklist_packed6(&offsets, &resident, 65, 4)), "n_tiles");
+    assert_eq!(argument_of(tile_worklist_packed6(&[0, (1 << 26) + 1], &[true], 1, 1)), "n_tiles");
+    assert_eq!(argument_of(tile_worklist(&offsets, &resident, 0, 4)), "n_tiles");
+    assert_eq!(argument_of(tile_worklist(&offsets, &resident, 2, 0)), "m_tile");
+    assert_eq!(argument_of(tile_worklist(&offsets, &resident[1..], 2, 4)), "expert_offsets");
+    assert_eq!(argument_of(tile_worklist(&[0, 5, 4], &[true; 2], 2, 4)), "expert_offsets");
+    assert_eq!(argument_of(tile_worklist(&[1, 5, 6], &[true; 2], 2, 4)), "expert_offsets");
+    assert_eq!(argument_of(tile_worklist(&[0], &[], 2, 4)), "num_experts");
+}
+
+#[test]
+fn worklist_capacity_holds_every_list() {
+    assert_eq!(worklist_capacity(0, 8, 3, 64), 0);
+    assert_eq!(worklist_capacity(65, 8, 3, 64), 30);
+    assert_eq!(worklist_capacity(5, 8, 1, 64), 6);
+    let mut random = Random(5);
+    let mut closest = usize::MAX;
+    for _ in 0..200 {
+        let experts = 1 + random.next() as usize % 6;
+        let mut offsets = vec![0];
+        for _ in 0..experts {
+            offsets.push(offsets.last().unwrap() + (random.next() % 10) as i32);
+        }
+        let items = tile_worklist(&offsets, &vec![true; experts], 2, 4).unwrap();
+        let capacity = worklist_capacity(*offsets.last().unwrap() as usize, experts, 2, 4);
+        closest = closest.min(capacity.checked_sub(items.len()).unwrap());
+        // Every row of every column tile exactly once.
+        let mut seen = vec![0; *offsets.last().unwrap() as usize * 2];
+        for [expert, first, rows, column] in items {
+            assert!((1..=4).contains(&rows));
+            for row in first..first + rows {
+                assert!((offsets[expert as usize]..offsets[expert as usize + 1]).contains(&(row as i32)));
+                seen[row as usize * 2 + column as usize] += 1;
+            }
+        }
+        assert!(seen.iter().all(|&times| times == 1));
+    }
+    assert!(closest <= 2, "{closest}");
+}
+
+// ---- quant, silu_mul ------------------------------------------------------------------------------------------------
+
+#[test]
+fn i1_all_zero_group() {
+    for zero in [0u16, 0x8000] {
+        let x = [vec![zero; 128], bf16(&[1.0; 128])].concat();
+        let result = per_token_group_quant_fp8(&x, 1, 256, 256).unwrap();
+        assert_eq!(result.scales, [1e-12, 1.0 / 448.0]);
+        assert_eq!(result.codes, [[(zero >> 8) as u8; 128], [0x7e; 128]].concat());
+    }
+}
+
+#[test]
+fn i3_no_rows_or_columns() {
+    for (rows, cols) in [(0, 128), (0, 0), (3, 0)] {
+        let result = per_token_group_quant_fp8(&[], rows, cols, cols).unwrap();
+        assert_eq!(result, Quantized { codes: vec![], scales: vec![] });
+    }
+}
+
+#[test]
+fn i5_floor_and_strides() {
+    for amax in [1e-12f32, 1e-30, 2f32.powi(-133)] {
+        let amax = math::from_f32(Activation::Bf16, amax);
+        let mut x = [amax, 0, amax | 0x8000].repeat(60);
+        let contiguous = per_token_group_quant_fp8(&x[..150], 1, 150, 150).unwrap();
+        assert_eq!(contiguous.scales, [1e-12; 2]);
+        for (&code, &bits) in contiguous.codes.iter().zip(&x) {
+            let value = math::to_f32(Activation::Bf16, bits);
+            assert!((math::e4m3(code) * 1e-12 - value).abs() <= (value.abs() / 16.0).max(1e-12));
+        }
+        // Rows further apart, with NaN between them.
+        x.truncate(150);
+        x.resize(160, 0x7fff);
+        let strided = per_token_group_quant_fp8(&x.repeat(2)[..310], 2, 150, 160).unwrap();
+        assert_eq!(strided.codes, contiguous.codes.repeat(2));
+        assert_eq!(strided.scales, contiguous.scales.repeat(2));
+    }
+    // Where the floor begins: 448·1e-12.
+    for (amax, floor) in [(4.4e-10f32, true), (4.6e-10, false)] {
+        let x = [math::from_f32(Activation::Bf16, amax)];
+        let result = per_token_group_quant_fp8(&x, 1, 1, 1).unwrap();
+        assert_eq!(result.scales[0] == 1e-12, floor);
+        assert_eq!(result.codes[0] == 0x7e, !floor || amax > 4.3e-10, "{amax}");
+    }
+}
+
+#[test]
+fn quant_by_hand() {
+    // Scale 2: half of a value. 2.25 is a tie of e4m3 (2.25 is on the grid: step 0.25), 17 is one (16, 18): even is 16.
+    let x = bf16(&[896.0, -896.0, 4.5, 34.0, 38.0, -1.0, 0.0, f32::NAN]);
+    let result = per_token_group_quant_fp8(&x, 1, 8, 8).unwrap();
+    assert_eq!(result.scales, [2.0]);
+    assert_eq!(result.codes, [0x7e, 0xfe, 0x41, 0x58, 0x5a, 0xb0, 0x00, 0x7f]);
+    // An infinity: its scale, zeros with their signs, and NaN for the infinities alone. Only in its own group.
+    let mut x = vec![0x3f80; 130];
+    (x[0], x[1], x[2]) = (0x7f80, 0xff80, 0xbf80);
+    let result = per_token_group_quant_fp8(&x, 1, 130, 130).unwrap();
+    assert_eq!(result.scales, [f32::INFINITY, 1.0 / 448.0]);
+    assert_eq!((&result.codes[..4], &result.codes[127..]), (&[0x7f, 0x7f, 0x80, 0][..], &[0, 0x7e, 0x7e][..]));
+    // Nothing but NaN.
+    let result = per_token_group_quant_fp8(&[0xffff; 2], 2, 1, 1).unwrap();
+    assert_eq!((result.codes, result.scales), (vec![0x7f; 2], vec![1e-12; 2]));
+    // A division, not a product with the reciprocal: the codes of some value differ.
+    let scale = 1.0f32 / 448.0 * 3.0;
+    let differ = (0..0x7f80u16).filter(|&bits| {
+        let x = math::to_f32(Activation::Bf16, bits);
+        x <= 3.0 && math::to_e4m3(x / scale) != math::to_e4m3(x * (1.0 / scale))
+    });
+    assert!(differ.count() > 0);
+    assert_eq!(argument_of(per_token_group_quant_fp8(&[0; 7], 2, 4, 4)), "x");
+    assert_eq!(argument_of(per_token_group_quant_fp8(&[0; 7], 2, 4, 3)), "stride");
+}
+
+const SILU: Gating = Gating::Silu { limit: None };
+
+#[test]
+fn h3_silu_of_large_negative_gates() {
+    for gate in [-88.0, -89.0, -200.0, -1e30f32] {
+        let gate = [math::from_f32(Activation::Bf16, gate)];
+        let y = silu_mul(&gate, &bf16(&[3.0]), &SILU).unwrap()[0];
+        let value = math::to_f32(Activation::Bf16, y);
+        assert!(value.abs() <= 1e-35 && y & 0x8000 != 0, "{value}");
+    }
+    // -inf·0.
+    assert_eq!(silu_mul(&[0xff80], &bf16(&[3.0]), &SILU).unwrap(), [0x7fff]);
+}
+
+#[test]
+fn h6_limits() {
+    let one = |g: f32, u: f32, gating| {
+        math::to_f32(Activation::Bf16, silu_mul(&bf16(&[g]), &bf16(&[u]), &gating).unwrap()[0])
+    };
+    let limited = Gating::Silu { limit: Some(1.0) };
+    assert_eq!(one(32.0, 32.0, limited), 0.730_468_75);
+    assert!(one(-32.0, -32.0, limited).abs() <= 1e-6);
+    assert_eq!(one(32.0, 32.0, SILU), 1024.0);
+    assert_eq!(one(0.0, 5.0, SILU).to_bits(), 0);
+    // 1 + 7 and 7·sigmoid(11.914), from above; both clamps on the other side: (-7 + 1)·small.
+    let oai = Gating::SwigluOai { alpha: 1.702, limit: 7.0 };
+    assert_eq!(one(100.0, 100.0, oai), 56.0);
+    assert_eq!(one(100.0, -100.0, oai), -42.0);
+    assert!(one(-100.0, 3.0, oai).abs() < 1e-30);
+    // 1·sigmoid(1.702) = 0.84579, times 1.
+    assert_eq!(one(1.0, 0.0, oai), 0.847_656_25);
+    // A clamp passes NaN.
+    for gating in [SILU, limited, oai] {
+        assert_eq!(silu_mul(&[0xffc0, 0x3f80], &[0x3f80, 0x7fc0], &gating).unwrap(), [0x7fff; 2]);
+    }
+    for limit in [0.0, -1.0, f32::NAN] {
+        assert_eq!(argument_of(silu_mul(&[], &[], &Gating::Silu { limit: Some(limit) })), "limit");
+        assert_eq!(argument_of(silu_mul(&[], &[], &Gating::SwigluOai { alpha: 1.0, limit })), "limit");
+    }
+    assert_eq!(argument_of(silu_mul(&[], &[], &Gating::SwigluOai { alpha: f32::NAN, limit: 7.0 })), "alpha");
+    assert_eq!(argument_of(silu_mul(&[0], &[0; 2], &SILU)), "up");
+}
+
+/// (g·sigmoid(g))·u and (g/(1 + exp(-g)))·u are two operations: the definition is the first.
+#[test]
+fn silu_mul_multiplies_by_the_sigmoid() {
+    let gates = (0x3c00..0x4200u16).chain(0xbc00..0xc200).collect::<Vec<_>>();
+    let mut differ = 0;
+    for u in (0x3f80..0x4000).map(|bits| math::to_f32(Activation::Bf16, bits)) {
+        let up = bf16(&vec![u; gates.len()]);
+        let given = silu_mul(&gates, &up, &SILU).unwrap();
+        for (&gate, &r) in gates.iter().zip(&given) {
+            let g = math::to_f32(Activation::Bf16, gate);
+            let sigmoid = 1.0 / (1.0 + math::exp(-g));
+            assert_eq!(r, math::from_f32(Activation::Bf16, g * sigmoid * u));
+            differ += usize::from(r != math::from_f32(Activation::Bf16, g / (1.0 + math::exp(-g)) * u));
+        }
+    }
+    assert!(differ > 0);
+}
+
+#[test]
+fn silu_mul_quant_by_hand() {
+    // silu(32) = 32; 32·14 = 448: scale 1. The second row is zeros.
+    let (gate, up) = (bf16(&[32.0, 32.0, 0.0, 0.0]), bf16(&[14.0, 7.0, 1.0, 1.0]));
+    let result = silu_mul_quant_fp8(&gate, &up, 2, 2, &SILU).unwrap();
+    assert_eq!((result.codes, result.scales), (vec![0x7e, 0x76, 0, 0], vec![1.0, 1e-12]));
+    let limited = Gating::Silu { limit: Some(7.0) };
+    let result = silu_mul_quant_fp8(&gate, &up, 2, 2, &limited).unwrap();
+    assert_eq!(result.codes, [0x7e, 0x7e, 0, 0]);
+    assert_eq!(argument_of(silu_mul_quant_fp8(&gate, &up, 2, 3, &SILU)), "gate");
+}
+
+// ---- unpermute ------------------------------------------------------------------------------------------------------
+
+#[test]
+fn k1_order_of_the_final_sum() {
+    const BIG: f32 = 16_777_216.0;
+    let y = bf16(&[128.0]);
+    let weights = [131_072.0, 0.007_812_5, 0.007_812_5, -131_072.0];
+    let sum = |weights: &[f32]| unpermute_reduce(&y, 1, &[0; 4], weights, 4, 1).unwrap();
+    assert_eq!(weights.map(|w| w * 128.0), [BIG, 1.0, 1.0, -BIG]);
+    for _ in 0..1000 {
+        assert_eq!(sum(&weights), [0]);
+    }
+    // Another order of the same terms is told apart.
+    assert_eq!(sum(&[weights[1], weights[2], weights[0], weights[3]]), bf16(&[2.0]));
+}
+
+#[test]
+fn unpermute_skips_rows_that_are_not_live() {
+    // Rows of two; row 2 is NaN and never live.
+    let y = bf16(&[1.0, 2.0, 3.0, 4.0, f32::NAN, f32::NAN]);
+    let rows = [1, 0, -1, 2, i32::MIN, i32::MAX, 0, 0];
+    let weights = [2.0, 0.5, 9.0, 9.0, 9.0, 9.0, 1.0, 3.0];
+    let out = unpermute_reduce(&y, 2, &rows, &weights, 2, 2).unwrap();
+    assert_eq!(out, bf16(&[6.5, 9.0, 0.0, 0.0, 0.0, 0.0, 4.0, 8.0]));
+    assert!(out[2..6].iter().all(|&bits| bits == 0));
+    // A weight of 0 is not a skip.
+    let out = unpermute_reduce(&y, 2, &[0, 2], &[1.0, 0.0], 2, 3).unwrap();
+    assert_eq!(out, [0x7fff; 2]);
+    // -0 alone becomes +0.
+    assert_eq!(unpermute_reduce(&bf16(&[-0.0]), 1, &[0], &[1.0], 1, 1).unwrap(), [0]);
+    assert!(unpermute_reduce(&[], 2, &[], &[], 2, 0).unwrap().is_empty());
+    assert_eq!(argument_of(unpermute_reduce(&y, 2, &rows, &weights, 2, 4)), "y");
+    assert_eq!(argument_of(unpermute_reduce(&y, 2, &rows, &weights, 2, -1)), "live_rows");
+    assert_eq!(argument_of(unpermute_reduce(&y, 2, &rows, &weights[1..], 2, 2)), "weights");
+    assert_eq!(argument_of(unpermute_reduce(&y, 2, &rows, &weights, 3, 2)), "token_to_perm");
+    assert_eq!(argument_of(unpermute_reduce(&y, 0, &rows, &weights, 2, 2)), "width");
+    assert_eq!(argument_of(unpermute_reduce(&y, 4, &rows, &weights, 2, 1)), "y");
+}
+
+#[test]
+fn shared_gate_by_hand() {
+    let ones = |k| bf16(&vec![1.0; k]);
+    assert_eq!(shared_gate(&ones(6), None, 3).unwrap(), [1.0, 1.0]);
+    assert_eq!(shared_gate(&bf16(&[0.0, 0.0, 1.0, 1.0]), Some(&bf16(&[1.0, -1.0])), 2).unwrap(), [0.5, 0.5]);
+    let gate = shared_gate(&ones(300), Some(&ones(300)), 300).unwrap();
+    assert_eq!(gate, [1.0]);
+    near(&shared_gate(&bf16(&[2.0, -1.0]), Some(&bf16(&[1.0, 1.0])), 2).unwrap(), &[0.731_058_6]);
+    // Where the order shows: 2^24 at k = 0, -2^24 in the last warp, ones elsewhere.
+    const BIG: f32 = 16_777_216.0;
+    let dot = |w: &[f32]| shared_gate(&ones(w.len()), Some(&bf16(w)), w.len()).unwrap()[0];
+    let with = |values: &[(usize, f32)]| {
+        let mut w = vec![0.0; 512];
+        values.iter().for_each(|&(k, value)| w[k] = value);
+        dot(&w)
+    };
+    // k = 256 is partial 0: lost there. k = 1 is met in the tree, k = 32 and 64 are other warps: each lost alone.
+    for lost in [&[256usize][..], &[1], &[32], &[32, 64], &[288, 64]] {
+        let ones = lost.iter().map(|&k| (k, 1.0)).chain([(0, BIG), (224, -BIG)]).collect::<Vec<_>>();
+        assert_eq!(with(&ones), 0.5, "{lost:?}");
+    }
+    // Two of one warp are added first, and then count.
+    for kept in [[1, 3], [32, 33], [32, 288], [1, 257]] {
+        let ones = kept.iter().map(|&k| (k, 1.0)).chain([(0, BIG), (224, -BIG)]).collect::<Vec<_>>();
+        assert_eq!(with(&ones), math::sigmoid(2.0), "{kept:?}");
+    }
+    assert_eq!(bits(&shared_gate(&[0x7f80], Some(&[0]), 1).unwrap()), [NAN]);
+    assert_eq!(argument_of(shared_gate(&[0; 4], Some(&[0; 3]), 2)), "gate_weight");
+    assert_eq!(argument_of(shared_gate(&[0; 4], None, 3)), "x");
+    assert_eq!(argument_of(shared_gate(&[0; 4], None, 0)), "hidden");
+}
+
+#[test]
+fn blend_by_hand() {
+    let out = bf16(&[1.0, 2.0, 3.0, 4.0]);
+    let shared = bf16(&[10.0, 20.0, 30.0, f32::NAN]);
+    assert_eq!(blend(&out, &shared, &[0.5, 1.0]).unwrap(), bf16(&[6.0, 12.0, 33.0, f32::NAN]));
+    // 0·NaN is NaN.
+    assert_eq!(blend(&out, &shared, &[0.5, 0.0]).unwrap(), bf16(&[6.0, 12.0, 3.0, f32::NAN]));
+    assert!(blend(&[], &[], &[]).unwrap().is_empty());
+    assert_eq!(argument_of(blend(&out, &shared[1..], &[1.0])), "shared");
+    assert_eq!(argument_of(blend(&out, &shared, &[1.0; 3])), "gate");
+    assert_eq!(argument_of(blend(&out, &shared, &[])), "out");
+}
+
+#[test]
+fn one_rounding_or_two() {
+    // 1 + 2^-8 is a tie and becomes 1 when rounded alone; with 2^-8 of the shared expert it is 1 + 2^-7.
+    let (y, shared) = (bf16(&[1.0, 1.0 / 256.0]), bf16(&[1.0 / 256.0]));
+    let args = (&[0, 1][..], &[1.0, 1.0][..]);
+    assert_eq!(unpermute_blend(&y, 1, args.0, args.1, 2, 2, &shared, &[1.0]).unwrap(), [0x3f80]);
+    assert_eq!(weighted_sum_blend(&y, 1, args.0, args.1, 2, 2, &shared, &[1.0]).unwrap(), [0x3f81]);
+    let reduced = unpermute_reduce(&y, 1, args.0, args.1, 2, 2).unwrap();
+    assert_eq!(blend(&reduced, &shared, &[1.0]).unwrap(), [0x3f80]);
+    // The factor counts in both.
+    assert_eq!(weighted_sum_blend(&y, 1, args.0, args.1, 2, 2, &shared, &[3.0]).unwrap(), [0x3f82]);
+    assert_eq!(argument_of(weighted_sum_blend(&y, 1, args.0, args.1, 2, 2, &[0; 2], &[1.0])), "shared");
 }

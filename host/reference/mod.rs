@@ -9,14 +9,24 @@ mod gate_topk;
 pub mod math;
 pub mod mma;
 mod nvfp4;
+mod quant;
 mod router;
+mod silu_mul;
+mod sort;
 mod topk;
+mod unpermute;
+mod worklist;
 
 pub use bound::{layer_bound, sum_bound};
 pub use gate_topk::*;
 pub use nvfp4::*;
+pub use quant::*;
 pub use router::*;
+pub use silu_mul::*;
+pub use sort::*;
 pub use topk::*;
+pub use unpermute::*;
+pub use worklist::*;
 
 use crate::error::{Error, Result};
 
