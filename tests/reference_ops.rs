@@ -816,3 +816,417 @@ fn one_rounding_or_two() {
     assert_eq!(weighted_sum_blend(&y, 1, args.0, args.1, 2, 2, &shared, &[3.0]).unwrap(), [0x3f82]);
     assert_eq!(argument_of(weighted_sum_blend(&y, 1, args.0, args.1, 2, 2, &[0; 2], &[1.0])), "shared");
 }
+
+// ---- gemm -----------------------------------------------------------------------------------------------------------
+
+/// A grouped GEMM with operands of its own. Values beside the scales are 1 unless a test changes them.
+#[derive(Clone)]
+struct Problem {
+    kind: GemmKind,
+    n: usize,
+    k: usize,
+    offsets: Vec<i32>,
+    ids: Option<Vec<i32>>,
+    /// bf16 bits, or e4m3 codes.
+    a: Vec<u16>,
+    a_scale: Vec<f32>,
+    weights: Vec<Option<Vec<u16>>>,
+    b_scale: Vec<Vec<f32>>,
+    bias: Option<Vec<f32>>,
+}
+
+const KINDS: [GemmKind; 3] = [GemmKind::Fp8, GemmKind::W8a8, GemmKind::Bf16];
+
+impl Problem {
+    fn ones(kind: GemmKind, n: usize, k: usize, offsets: &[i32]) -> Self {
+        let (experts, rows, groups) = (offsets.len() - 1, offsets[offsets.len() - 1] as usize, k.div_ceil(128));
+        let one = |fp8| if fp8 { u16::from(ONE) } else { 0x3f80 };
+        Problem {
+            kind,
+            n,
+            k,
+            offsets: offsets.to_vec(),
+            ids: None,
+            a: vec![one(kind == GemmKind::W8a8); rows * k],
+            a_scale: vec![1.0; rows * groups],
+            weights: vec![Some(vec![one(kind != GemmKind::Bf16); n * k]); experts],
+            b_scale: vec![vec![1.0; n.div_ceil(128) * groups]; experts],
+            bias: None,
+        }
+    }
+
+    /// Values over several powers of two, so that orders of sums show; scales likewise.
+    fn random(kind: GemmKind, n: usize, k: usize, offsets: &[i32], seed: u64) -> Self {
+        let mut random = Random(seed);
+        let mut problem = Problem::ones(kind, n, k, offsets);
+        // e4m3: any sign, exponents 4 to 11. bf16: |x| in 2^-8 to 2.
+        let mut value = |fp8: bool| {
+            let word = random.next();
+            if fp8 {
+                (word as u16 & 0x80) | (0x20 + (word >> 8) % 0x40) as u16
+            } else {
+                (word as u16 & 0x8000) | (0x3b80 + (word >> 16) % 0x480) as u16
+            }
+        };
+        problem.a.fill_with(|| value(kind == GemmKind::W8a8));
+        for weights in problem.weights.iter_mut().flatten() {
+            weights.fill_with(|| value(kind != GemmKind::Bf16));
+        }
+        problem.a_scale.fill_with(|| random.in_range(0.01, 0.1));
+        for scales in &mut problem.b_scale {
+            scales.fill_with(|| random.in_range(-0.1, 0.1));
+        }
+        problem
+    }
+
+    fn with<T>(&self, then: impl FnOnce(&GroupedGemm<'_>) -> T) -> T {
+        let codes = |values: &[u16]| values.iter().map(|&code| code as u8).collect::<Vec<_>>();
+        let a_codes = codes(&self.a);
+        let codes = self.weights.iter().map(|weights| weights.as_deref().map(codes)).collect::<Vec<_>>();
+        let weights = (0..self.weights.len())
+            .map(|e| {
+                let weights = self.weights[e].as_deref()?;
+                Some(match self.kind {
+                    GemmKind::Bf16 => Operand::Bf16(weights),
+                    _ => Operand::E4m3 { codes: codes[e].as_deref()?, scales: &self.b_scale[e] },
+                })
+            })
+            .collect::<Vec<_>>();
+        let a = match self.kind {
+            GemmKind::W8a8 => Operand::E4m3 { codes: &a_codes, scales: &self.a_scale },
+            _ => Operand::Bf16(&self.a),
+        };
+        then(&GroupedGemm {
+            kind: self.kind,
+            n: self.n,
+            k: self.k,
+            expert_offsets: &self.offsets,
+            sorted_token_ids: self.ids.as_deref(),
+            a,
+            weights: &weights,
+            bias: self.bias.as_deref(),
+        })
+    }
+
+    /// The output of `rows` rows that all held 0x5A5A.
+    fn output(&self, rows: usize) -> Vec<u16> {
+        let mut out = vec![0x5a5a; rows * self.n];
+        self.with(|gemm| gemm.run(&mut out)).unwrap();
+        out
+    }
+
+    /// The output as numbers, [rows][N].
+    fn values(&self) -> Vec<Vec<f32>> {
+        let out = self.output(self.offsets[self.offsets.len() - 1] as usize);
+        let widen = |row: &[u16]| row.iter().map(|&bits| math::to_f32(Activation::Bf16, bits)).collect();
+        out.chunks(self.n).map(widen).collect()
+    }
+
+    /// One element by the integer model, with a fold each `fold` k: the definition spelled out a second time.
+    fn element(&self, expert: usize, row: usize, column: usize, fold: usize) -> u16 {
+        let id = self.ids.as_ref().map_or(row as i32, |ids| ids[row]);
+        let e4m3 = |code: u16| math::from_f32(Activation::Bf16, math::e4m3(code as u8));
+        let a = |k: usize| match self.kind {
+            _ if id < 0 || k >= self.k => 0,
+            GemmKind::W8a8 => e4m3(self.a[id as usize * self.k + k]),
+            _ => self.a[id as usize * self.k + k],
+        };
+        let b = |k: usize| match self.kind {
+            _ if k >= self.k => 0,
+            GemmKind::Bf16 => self.weights[expert].as_ref().unwrap()[column * self.k + k],
+            _ => e4m3(self.weights[expert].as_ref().unwrap()[column * self.k + k]),
+        };
+        let groups = self.k.div_ceil(128);
+        let (mut outer, mut inner) = (0f32, 0u32);
+        for k in (0..self.k).step_by(16) {
+            inner = mma::mma16(
+                Activation::Bf16,
+                &std::array::from_fn(|i| a(k + i)),
+                &std::array::from_fn(|i| b(k + i)),
+                inner,
+            );
+            if (k + 16) % fold == 0 || k + 16 >= self.k {
+                let b_scale = self.b_scale[expert][column / 128 * groups + k / 128];
+                let sum = f32::from_bits(std::mem::take(&mut inner));
+                outer = match self.kind {
+                    GemmKind::Fp8 => outer + sum * b_scale,
+                    GemmKind::W8a8 if id < 0 => outer + sum * (0.0 * b_scale),
+                    GemmKind::W8a8 => outer + sum * (self.a_scale[id as usize * groups + k / 128] * b_scale),
+                    GemmKind::Bf16 => sum,
+                };
+            }
+        }
+        let bias = self.bias.as_ref().map(|bias| bias[expert * self.n + column]);
+        math::from_f32(Activation::Bf16, bias.map_or(outer, |bias| outer + bias))
+    }
+}
+
+#[test]
+fn f1_half_a_scale_block() {
+    for kind in [GemmKind::W8a8, GemmKind::Fp8] {
+        for (k, wanted) in [(320, 640.0), (192, 256.0), (80, 80.0)] {
+            let mut problem = Problem::ones(kind, 128, k, &[0, 1]);
+            problem.b_scale[0].copy_from_slice(&[1.0, 2.0, 4.0][..k.div_ceil(128)]);
+            assert_eq!(problem.values(), [vec![wanted; 128]], "{kind:?} {k}");
+        }
+    }
+}
+
+#[test]
+fn f4_columns_off_the_tile() {
+    for kind in KINDS {
+        for n in [1, 63, 65, 96] {
+            let mut problem = Problem::ones(kind, n, 128, &[0, 5]);
+            for (r, row) in problem.a.chunks_mut(128).enumerate() {
+                let value = [1.0, 2.0, 3.0, 4.0, 5.0][r];
+                row.fill(match kind {
+                    GemmKind::W8a8 => u16::from(math::to_e4m3(value)),
+                    _ => math::from_f32(Activation::Bf16, value),
+                });
+            }
+            let wanted = (1..=5).map(|r| vec![128.0 * r as f32; n]).collect::<Vec<_>>();
+            assert_eq!(problem.values(), wanted);
+        }
+    }
+}
+
+#[test]
+fn f8_rows_off_the_tile() {
+    let offsets = [0, 1, 64, 128, 193, 320, 449];
+    let mut problem = Problem::ones(GemmKind::W8a8, 9, 384, &offsets);
+    problem.a_scale = (0..449 * 3).map(|i| 2f32.powi((i / 3 + i % 3) % 4)).collect();
+    for (r, row) in problem.values().iter().enumerate() {
+        assert_eq!(*row, [[896.0, 1792.0, 1664.0, 1408.0][r % 4]; 9], "{r}");
+    }
+}
+
+#[test]
+fn j1_each_row_has_its_own_scales() {
+    let mut problem = Problem::ones(GemmKind::W8a8, 256, 128, &[0, 256]);
+    problem.a_scale[..128].fill(2.0);
+    problem.a_scale[128..].fill(4.0);
+    problem.b_scale[0] = vec![1.0, 2.0];
+    let out = problem.values();
+    for (row, column, wanted) in [(0, 0, 256.0), (128, 0, 512.0), (0, 128, 512.0), (128, 128, 1024.0)] {
+        assert!(out[row..row + 128].iter().all(|row| row[column..column + 128] == [wanted; 128]));
+    }
+}
+
+#[test]
+fn j3_scales_and_weights_are_not_transposed() {
+    for kind in [GemmKind::W8a8, GemmKind::Fp8] {
+        let mut problem = Problem::ones(kind, 256, 256, &[0, 1]);
+        problem.a[128..].fill(0);
+        problem.b_scale[0] = vec![1.0, 2.0, 4.0, 8.0];
+        assert_eq!(problem.values(), [[[128.0; 128], [512.0; 128]].concat()]);
+        problem.weights[0].as_mut().unwrap()[128 * 256..].fill(0);
+        assert_eq!(problem.values(), [[[128.0; 128], [0.0; 128]].concat()]);
+    }
+}
+
+#[test]
+fn j5_scales_advance_along_k() {
+    let mut problem = Problem::ones(GemmKind::W8a8, 3, 512, &[0, 1]);
+    problem.b_scale[0] = vec![1.0, 2.0, 4.0, 8.0];
+    assert_eq!(problem.values(), [[1920.0; 3]]);
+    problem.a_scale = vec![8.0, 4.0, 2.0, 1.0];
+    assert_eq!(problem.values(), [[4096.0; 3]]);
+    let mut problem = Problem::ones(GemmKind::Fp8, 3, 512, &[0, 1]);
+    problem.b_scale[0] = vec![1.0, 2.0, 4.0, 8.0];
+    assert_eq!(problem.values(), [[1920.0; 3]]);
+}
+
+#[test]
+fn e3_empty_experts_among_full_ones() {
+    for kind in KINDS {
+        let mut problem = Problem::ones(kind, 128, 128, &[0, 0, 1, 1, 66, 66, 194, 194]);
+        for (e, weights) in problem.weights.iter_mut().enumerate() {
+            let value = (e + 1) as f32;
+            let bits = match kind {
+                GemmKind::Bf16 => math::from_f32(Activation::Bf16, value),
+                _ => u16::from(math::to_e4m3(value)),
+            };
+            *weights = [1, 3, 5].contains(&e).then(|| vec![bits; 128 * 128]);
+        }
+        for (row, values) in problem.values().iter().enumerate() {
+            let wanted = [256.0, 512.0, 768.0][usize::from(row >= 1) + usize::from(row >= 66)];
+            assert_eq!(*values, [wanted; 128], "{row}");
+        }
+    }
+}
+
+#[test]
+fn d6_rows_without_weights_are_left_alone() {
+    for kind in KINDS {
+        // Expert 1 is not resident, and rows 5 to 7 belong to nobody.
+        let mut problem = Problem::ones(kind, 10, 32, &[0, 3, 4, 5]);
+        problem.weights[1] = None;
+        let one = 0x4200; // 32
+        let wanted = [vec![one; 30], vec![0x5a5a; 10], vec![one; 10], vec![0x5a5a; 30]].concat();
+        assert_eq!(problem.output(8), wanted, "{kind:?}");
+        let rows = [7, 3, 4, 0, 4];
+        let some = problem.with(|gemm| gemm.at(&rows, 2..5)).unwrap();
+        assert_eq!(some, [vec![], vec![], vec![one; 3], vec![one; 3], vec![one; 3]]);
+    }
+}
+
+/// Every element of random problems by the integer model; other folds are told apart.
+#[test]
+fn gemm_folds_where_it_is_defined_to() {
+    for kind in KINDS {
+        let fold = |kind| match kind {
+            GemmKind::Fp8 => 128,
+            GemmKind::W8a8 => 64,
+            GemmKind::Bf16 => 1 << 20,
+        };
+        for k in [1, 16, 40, 64, 80, 128, 200, 320, 512] {
+            let mut problem = Problem::random(kind, 130, k, &[0, 4, 4, 9], k as u64);
+            problem.ids = Some(vec![2, -1, 0, 8, 7, 7, 1, -1, 3]);
+            // Without a bias, then with one that takes away what bf16 shows of rows 0 and 4.
+            for bias in [false, true] {
+                if bias {
+                    let rows = [0, 2, 4].map(|row| problem.values()[row].clone());
+                    problem.bias = Some(rows.concat().iter().map(|y| -y).collect());
+                }
+                let out = problem.output(9);
+                let mut other = [0; 3];
+                for (i, &given) in out.iter().enumerate() {
+                    let (row, column) = (i / 130, i % 130);
+                    let expert = if row < 4 { 0 } else { 2 };
+                    assert_eq!(given, problem.element(expert, row, column, fold(kind)), "{kind:?} {k} {row} {column}");
+                    for (count, fold) in other.iter_mut().zip([32, 64, 128]) {
+                        *count += usize::from(given != problem.element(expert, row, column, fold));
+                    }
+                }
+                if bias && kind != GemmKind::Bf16 && k == 512 {
+                    let differs = other.map(|count| count > 0);
+                    assert_eq!(differs, [true, kind != GemmKind::W8a8, kind != GemmKind::Fp8], "{other:?}");
+                }
+                let sample = problem.with(|gemm| gemm.at(&[8, 2], 61..79)).unwrap();
+                assert_eq!(sample, [out[8 * 130 + 61..][..18].to_vec(), out[2 * 130 + 61..][..18].to_vec()]);
+            }
+        }
+    }
+}
+
+/// By hand: two products of 2^-8, one after the other, are lost in a chain that holds 2^16. In a chain of their own they
+/// make 2^-7, which is not.
+#[test]
+fn fold_of_64_against_128_by_hand() {
+    for (kind, wanted) in [(GemmKind::W8a8, 2f32.powi(-7)), (GemmKind::Fp8, 0.0)] {
+        let mut problem = Problem::ones(kind, 1, 144, &[0, 1]);
+        problem.a.fill(0);
+        let weights = problem.weights[0].as_mut().unwrap();
+        for (k, a, w) in [(0, 256.0, 256.0), (64, 0.0625, 0.0625), (80, 0.0625, 0.0625), (128, -256.0, 256.0)] {
+            problem.a[k] = match kind {
+                GemmKind::W8a8 => u16::from(math::to_e4m3(a)),
+                _ => math::from_f32(Activation::Bf16, a),
+            };
+            weights[k] = u16::from(math::to_e4m3(w));
+        }
+        assert_eq!(problem.values(), [[wanted]], "{kind:?}");
+    }
+}
+
+#[test]
+fn gemm_special_values() {
+    for kind in KINDS {
+        // A NaN code of a weight makes its column NaN, of A its row; 0·NaN too.
+        let mut problem = Problem::ones(kind, 9, 48, &[0, 3]);
+        let nans: &[u16] = if kind == GemmKind::Bf16 { &[0x7fc0, 0xffff] } else { &[0x7f, 0xff] };
+        for &nan in nans {
+            let mut problem = problem.clone();
+            problem.weights[0].as_mut().unwrap()[4 * 48 + 47] = nan;
+            problem.ids = Some(vec![0, -1, 2]);
+            let out = problem.output(3);
+            for (i, &bits) in out.iter().enumerate() {
+                let wanted = if i % 9 == 4 { 0x7fff } else { [0x4240, 0, 0x4240][i / 9] };
+                assert_eq!(bits, wanted, "{kind:?} {i}");
+            }
+        }
+        problem.a[48] = if kind == GemmKind::W8a8 { 0xff } else { 0xff81 };
+        let out = problem.output(3);
+        assert_eq!(out, [[0x4240; 9], [0x7fff; 9], [0x4240; 9]].concat());
+        // The values at k >= K of the next row are not read as this row's.
+        let mut problem = Problem::ones(kind, 2, 24, &[0, 2]);
+        problem.a[24..].fill(if kind == GemmKind::W8a8 { 0x7f } else { 0x7fc0 });
+        let nan = problem.values();
+        assert!(nan[0] == [24.0; 2] && nan[1].iter().all(|y| y.is_nan()));
+        // A zero result is +0, unless a bias makes it otherwise.
+        let mut problem = Problem::ones(kind, 2, 24, &[0, 1]);
+        problem.a.fill(0);
+        problem.b_scale[0].fill(-1.0);
+        problem.bias = Some(vec![-0.0, -2.5]);
+        assert_eq!(problem.output(1), bf16(&[0.0, -2.5]));
+        assert_eq!(problem.output(1)[0], 0);
+    }
+}
+
+#[test]
+fn gemm_refuses_what_does_not_fit() {
+    for kind in KINDS {
+        let problem = Problem::ones(kind, 8, 16, &[0, 1, 2]);
+        let fails = |change: &dyn Fn(&mut Problem)| {
+            let mut problem = problem.clone();
+            change(&mut problem);
+            argument_of(problem.with(|gemm| gemm.run(&mut [0; 16])))
+        };
+        assert_eq!(fails(&|p| p.n = 0), "n");
+        assert_eq!(fails(&|p| p.k = 0), "k");
+        assert_eq!(fails(&|p| p.k = 17), "a");
+        assert_eq!(fails(&|p| p.n = 9), "weights");
+        assert_eq!(fails(&|p| p.offsets = vec![0, 1]), "expert_offsets");
+        assert_eq!(fails(&|p| p.offsets = vec![0, 2, 1]), "expert_offsets");
+        assert_eq!(fails(&|p| p.a.truncate(16)), if kind == GemmKind::W8a8 { "a_scale" } else { "a" });
+        assert_eq!(fails(&|p| p.ids = Some(vec![0])), "sorted_token_ids");
+        assert_eq!(fails(&|p| p.ids = Some(vec![0, 2])), "sorted_token_ids");
+        assert_eq!(fails(&|p| p.bias = Some(vec![0.0; 15])), "bias");
+        if kind != GemmKind::Bf16 {
+            assert_eq!(fails(&|p| p.b_scale[1].push(1.0)), "weights");
+        }
+        assert_eq!(argument_of(problem.with(|gemm| gemm.run(&mut [0; 8]))), "out");
+        assert_eq!(argument_of(problem.with(|gemm| gemm.run(&mut [0; 17]))), "out");
+        assert_eq!(argument_of(problem.with(|gemm| gemm.at(&[0], 0..9))), "columns");
+        let other = if kind == GemmKind::W8a8 { GemmKind::Bf16 } else { GemmKind::W8a8 };
+        assert_eq!(argument_of(problem.with(|gemm| GroupedGemm { kind: other, ..*gemm }.check())), "a");
+        let other = if kind == GemmKind::Bf16 { GemmKind::Fp8 } else { GemmKind::Bf16 };
+        let name = if kind == GemmKind::W8a8 { "a" } else { "weights" };
+        assert_eq!(argument_of(problem.with(|gemm| GroupedGemm { kind: other, ..*gemm }.check())), name);
+    }
+    // Nothing to do.
+    assert!(Problem::ones(GemmKind::W8a8, 8, 16, &[0, 0, 0]).output(0).is_empty());
+}
+
+#[test]
+fn gateup_silu_is_its_three_parts() {
+    for kind in [GemmKind::W8a8, GemmKind::Fp8] {
+        let offsets = [0, 3, 5, 6];
+        let mut gate = Problem::random(kind, 200, 96, &offsets, 1);
+        let mut up = Problem::random(kind, 200, 96, &offsets, 2);
+        // Rows 3 and 4 have no up weights, row 5 no gate weights, and row 6 belongs to nobody.
+        up.weights[1] = None;
+        gate.weights[2] = None;
+        let mut out = Quantized { codes: vec![0x5a; 7 * 200], scales: vec![-1.0; 7 * 2] };
+        let run = |out: &mut Quantized| gate.with(|gate| up.with(|up| gateup_silu(gate, up, &SILU, out)));
+        run(&mut out).unwrap();
+        let parts = (gate.output(7), up.output(7));
+        let wanted = silu_mul_quant_fp8(&parts.0[..600], &parts.1[..600], 3, 200, &SILU).unwrap();
+        assert!(wanted.codes.iter().any(|&code| code != wanted.codes[0]));
+        assert_eq!(out.codes, [wanted.codes, vec![0x5a; 800]].concat());
+        assert_eq!(out.scales, [wanted.scales, vec![-1.0; 8]].concat());
+        let mut short = Quantized { codes: vec![0; 5 * 200], scales: vec![0.0; 10] };
+        assert_eq!(argument_of(run(&mut short)), "out_fp8");
+        let mut short = Quantized { codes: vec![0; 6 * 200], scales: vec![0.0; 11] };
+        assert_eq!(argument_of(run(&mut short)), "out_scale");
+        up.offsets = vec![0, 2, 5, 6];
+        let error = gate.with(|gate| up.with(|up| gateup_silu(gate, up, &SILU, &mut out)));
+        assert_eq!(argument_of(error), "expert_offsets");
+    }
+    // By hand: gate 32, up 14: silu(32)·14 = 448, scale 1.
+    let mut gate = Problem::ones(GemmKind::W8a8, 1, 16, &[0, 1]);
+    let mut up = gate.clone();
+    (gate.a_scale[0], up.a_scale[0]) = (2.0, 0.875);
+    let mut out = Quantized { codes: vec![0], scales: vec![0.0] };
+    gate.with(|gate| up.with(|up| gateup_silu(gate, up, &SILU, &mut out))).unwrap();
+    assert_eq!(out, Quantized { codes: vec![0x7e], scales: vec![1.0] });
+}

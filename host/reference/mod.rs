@@ -6,6 +6,7 @@
 
 mod bound;
 mod gate_topk;
+mod gemm;
 pub mod math;
 pub mod mma;
 mod nvfp4;
@@ -19,6 +20,7 @@ mod worklist;
 
 pub use bound::{layer_bound, sum_bound};
 pub use gate_topk::*;
+pub use gemm::*;
 pub use nvfp4::*;
 pub use quant::*;
 pub use router::*;
