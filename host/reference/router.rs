@@ -7,7 +7,7 @@ use crate::Activation;
 use crate::error::{Error, Result, check_len};
 
 /// f32 logits [M, E]: 32 partial sums, partial l of the products with k ≡ l (mod 32), k ascending, then the tree; plus
-/// `bias` [E] where one is given.
+/// `bias` `[E]` where one is given.
 pub fn router_gemm(x: &[u16], weight: &[u16], bias: Option<&[f32]>, hidden: usize) -> Result<Vec<f32>> {
     let experts = num_experts(weight, hidden)?;
     if let Some(bias) = bias {

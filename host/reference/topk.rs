@@ -22,7 +22,7 @@ pub struct TopK {
 
 /// Chooses experts from logits [M, E].
 ///
-/// The choice of an expert is its score plus its `bias` [E] where one is given; the score is the logit l itself, or
+/// The choice of an expert is its score plus its `bias` `[E]` where one is given; the score is the logit l itself, or
 /// sigmoid(l), or sqrt(softplus(l)). Only [`Scoring::Softmax`] with a bias chooses by p + bias, with p = exp(l - m)/den.
 /// The weight never contains the bias.
 pub fn topk(logits: &[f32], experts: usize, bias: Option<&[f32]>, routing: &Routing) -> Result<TopK> {
