@@ -44,6 +44,48 @@ fn power_of_two(exponent: i32) -> f32 {
     f32::from_bits(((127 + exponent) as u32) << 23)
 }
 
+/// ln(x) as one explicit f32 algorithm (Cephes logf), at most 0.830 ulp off for every positive x, subnormals included.
+/// -inf for a zero, NaN for NaN and for what is negative, +inf for +inf. With x = m·2^e and m in [sqrt(1/2), sqrt(2)),
+/// a polynomial of degree 8 in m - 1, and e·ln 2 in two parts.
+#[expect(clippy::excessive_precision, clippy::approx_constant, reason = "the constants as they are specified")]
+pub fn ln(x: f32) -> f32 {
+    if x.is_nan() || x < 0.0 {
+        return NAN;
+    }
+    if x == 0.0 {
+        return f32::NEG_INFINITY;
+    }
+    if x == f32::INFINITY {
+        return x;
+    }
+    // A subnormal is made normal first, which is exact.
+    let (bits, shift) = if x < f32::MIN_POSITIVE { ((x * 8_388_608.0).to_bits(), 23) } else { (x.to_bits(), 0) };
+    // x = m·2^e with m in [1/2, 1).
+    let m = f32::from_bits(bits & 0x7f_ffff | 0x3f00_0000);
+    let e = (bits >> 23) as i32 - 126 - shift;
+    let (r, e) = if m < 0.707_106_781_186_547_524 { ((m + m) - 1.0, e - 1) } else { (m - 1.0, e) };
+    let e = e as f32;
+    let z = r * r;
+    let p = 7.037_683_629_2e-2;
+    let p = p * r - 1.151_461_031_0e-1;
+    let p = p * r + 1.167_699_874_0e-1;
+    let p = p * r - 1.242_014_084_6e-1;
+    let p = p * r + 1.424_932_278_7e-1;
+    let p = p * r - 1.666_805_766_5e-1;
+    let p = p * r + 2.000_071_476_5e-1;
+    let p = p * r - 2.499_999_399_3e-1;
+    let p = p * r + 3.333_333_117_4e-1;
+    let y = (p * r) * z;
+    let y = y + -2.121_944_40e-4 * e;
+    let y = y + -0.5 * z;
+    (r + y) + 0.693_359_375 * e
+}
+
+/// ln(1 + exp(x)); x itself above 20. NaN for NaN.
+pub fn softplus(x: f32) -> f32 {
+    if x > 20.0 { x } else { ln(1.0 + exp(x)) }
+}
+
 /// 1 / (1 + exp(-x)) with an IEEE division.
 pub fn sigmoid(x: f32) -> f32 {
     canonical(1.0 / (1.0 + exp(-x)))
@@ -107,4 +149,28 @@ pub fn e4m3(code: u8) -> f32 {
 pub fn e2m1(code: u8) -> f32 {
     let magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0][usize::from(code & 7)];
     if code & 8 == 0 { magnitude } else { -magnitude }
+}
+
+/// Code of the e4m3 value nearest to `x`; of two equally near ones the even code. Magnitudes above 448 saturate,
+/// infinities too. Every NaN becomes 0x7F; a zero keeps its sign.
+pub fn to_e4m3(x: f32) -> u8 {
+    if x.is_nan() {
+        return 0x7f;
+    }
+    let magnitude = x.abs();
+    // The first code whose value is not below it: that one is nearest, or the one before it is.
+    let (mut code, mut end) = (0u8, 0x7e);
+    while code < end {
+        let middle = (code + end) / 2;
+        if e4m3(middle) < magnitude { code = middle + 1 } else { end = middle }
+    }
+    if code > 0 {
+        // The differences of neighbours on this grid are exact in f64.
+        let above = f64::from(e4m3(code)) - f64::from(magnitude);
+        let below = f64::from(magnitude) - f64::from(e4m3(code - 1));
+        if below < above || below == above && code % 2 == 1 {
+            code -= 1;
+        }
+    }
+    code | if x.is_sign_negative() { 0x80 } else { 0 }
 }
