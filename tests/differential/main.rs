@@ -6,5 +6,6 @@ mod combine;
 mod common;
 mod fc1;
 mod fc2;
+mod gemm;
 mod layer;
 mod route_prep;

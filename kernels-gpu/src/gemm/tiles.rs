@@ -227,8 +227,8 @@ pub struct Copier<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, 
     /// Its row's scales.
     scale_at: usize,
     scale_bytes: u32,
-    /// Its pieces of the right operand: the matrix, element of the first piece, and all bits set where the column exists.
-    matrix: In<R::Element>,
+    /// Its pieces of the right operand: the matrix of each product, element of the first piece, and all bits set where the column exists.
+    matrix: [In<R::Element>; 2],
     right_at: usize,
     right_there: [u32; MOST],
     /// Scales of the weights, of the product that this thread copies them for.
@@ -248,15 +248,22 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
     /// Rows between two of a thread's pieces.
     const LEFT_EACH: u32 = T::THREADS / pieces::<L>();
     const RIGHT_EACH: u32 = T::THREADS / pieces::<R>();
-    /// Columns between two of a thread's pieces of the right operand; all are of one product.
-    const COLUMNS_EACH: u32 = if T::PAIRED { Self::RIGHT_EACH / 2 } else { Self::RIGHT_EACH };
+
+    /// Product of the `i`-th piece of the right operand, and its column from that of the first piece on.
+    #[inline(always)]
+    fn right_piece(i: u32) -> (u32, u32) {
+        // The remainder tells the compiler what the number of threads says already.
+        let first = Share::<R>::row() % Self::RIGHT_EACH;
+        let (product, column) = T::column(first + i * Self::RIGHT_EACH);
+        (product, column - T::column(first).1)
+    }
 
     /// Starts at the block's first item and fills all but one stage.
     #[inline(always)]
     pub fn start(problem: Problem<L, R>, source: S) -> Self {
         const {
             assert!(T::ROWS <= MOST as u32 * Self::LEFT_EACH && T::RIGHT_ROWS <= MOST as u32 * Self::RIGHT_EACH);
-            assert!(T::ROWS <= T::THREADS && Self::RIGHT_EACH.is_multiple_of(T::PRODUCTS_REPEAT));
+            assert!(T::ROWS <= T::THREADS && (2 * Self::RIGHT_EACH).is_multiple_of(T::PRODUCTS_REPEAT));
         }
         let mut copier = Copier {
             problem,
@@ -269,7 +276,7 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             left_there: [0; MOST],
             scale_at: 0,
             scale_bytes: 0,
-            matrix: In::at(0, 0),
+            matrix: [In::at(0, 0); 2],
             right_at: 0,
             right_there: [0; MOST],
             scales: In::at(0, 0),
@@ -359,13 +366,15 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
         self.scale_bytes = if self.next_scale_row >= 0 { 4 } else { 0 };
 
         let resident = self.problem.is_resident(item.expert);
-        let (product, column) = T::column(Share::<R>::row());
-        let column = item.column * T::COLUMNS + column;
-        self.matrix = self.problem.matrix(if T::PAIRED && product == 1 { second[0] } else { weights }, item.expert);
+        let column = item.column * T::COLUMNS + T::column(Share::<R>::row()).1;
+        self.matrix[0] = self.problem.matrix(weights, item.expert);
+        if T::PAIRED {
+            self.matrix[1] = self.problem.matrix(second[0], item.expert);
+        }
         self.right_at = column as usize * k as usize + Share::<R>::element() as usize;
         macro_rules! column {
             ($i:literal) => {
-                let exists = resident && column + $i * Self::COLUMNS_EACH < n;
+                let exists = resident && column + Self::right_piece($i).1 < n;
                 self.right_there[$i] = if exists { u32::MAX } else { 0 };
             };
         }
@@ -417,8 +426,10 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
                 ($i:literal) => {
                     if $i * Self::RIGHT_EACH < T::RIGHT_ROWS {
                         let row = Share::<R>::row() + $i * Self::RIGHT_EACH;
-                        let at = self.right_at + $i * (Self::COLUMNS_EACH as usize * self.problem.k as usize);
-                        Share::<R>::copy::<ALIGNED>(self.matrix, at, there & self.right_there[$i], right, row);
+                        let (product, column) = Self::right_piece($i);
+                        let matrix = if T::PAIRED && product == 1 { self.matrix[1] } else { self.matrix[0] };
+                        let at = self.right_at + column as usize * self.problem.k as usize;
+                        Share::<R>::copy::<ALIGNED>(matrix, at, there & self.right_there[$i], right, row);
                     }
                 };
             }
