@@ -30,22 +30,22 @@ use shape::{Joined, Output, Shape, Tile};
 use tiles::{Copier, Item, Problem, Ring, Source};
 
 /// Tile of the dense grid.
-pub type Dense = Tile<2, 2, 2, 2, 3>;
+pub type Dense = Tile<2, 2, 2, 2, 4>;
 /// Tile of `moe_w8a8_grouped_gemm_pm4`.
-pub type Pm4 = Tile<4, 2, 2, 2, 4>;
+pub type Pm4 = Tile<4, 2, 2, 2, 6>;
 /// Tile of `moe_w8a8_grouped_gemm_e4m3_gu`.
-pub type GateUp = Tile<2, 4, 4, 2, 4>;
+pub type GateUp = Tile<2, 4, 4, 2, 6>;
 /// Tile of `moe_w8a8_grouped_gemm_e4m3_dn`.
-pub type Down = Tile<4, 2, 2, 4, 4>;
+pub type Down = Tile<2, 2, 4, 2, 6>;
 /// Tile of `moe_fp8_grouped_gemm`.
-pub type Fp8 = Tile<2, 4, 4, 2, 4>;
+pub type Fp8 = Tile<2, 4, 4, 2, 6>;
 /// Tile of `moe_bf16_grouped_gemm`.
-pub type Bf16 = Tile<2, 4, 4, 2, 4>;
+pub type Bf16 = Tile<2, 4, 4, 2, 6>;
 
 /// Tile of `moe_w8a8_gateup_silu_e4m3_w1`: one block a multiprocessor.
-pub type Paired1 = Tile<2, 4, 2, 4, 4, true>;
+pub type Paired1 = Tile<2, 4, 2, 4, 6, true>;
 /// Tile of `moe_w8a8_gateup_silu_e4m3_w2`: two blocks.
-pub type Paired2 = Tile<1, 4, 2, 4, 3, true>;
+pub type Paired2 = Tile<1, 4, 2, 4, 4, true>;
 
 /// Bytes of shared memory of a W8A8 kernel with tile `T`.
 pub const fn w8a8_shared_bytes<T: Shape>() -> u32 {
@@ -131,7 +131,7 @@ kernels! {
         capacity: u32,
     );
     moe_w8a8_grouped_gemm_e4m3_gu[GateUp::THREADS, 1] = |A| wide_body::<A, GateUp, true>;
-    moe_w8a8_grouped_gemm_e4m3_dn[Down::THREADS, 1] = |A| wide_body::<A, Down, true>;
+    moe_w8a8_grouped_gemm_e4m3_dn[Down::THREADS, 2] = |A| wide_body::<A, Down, true>;
     moe_w8a8_grouped_gemm_e4m3_narrow[Pm4::THREADS, 1] = |A| wide_body::<A, Pm4, false>;
 }
 
@@ -489,36 +489,44 @@ fn run<A: Arch, L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, co
     epilogue: impl Fn(T::Sums, Item),
 ) {
     let mut copier = Copier::<L, R, T, S, FOLD, ALIGNED>::start(problem, source);
-    let stages = problem.stages();
+    let pairs = problem.pairs();
     let mut slot = 0;
     let mut step = 0;
     while let Some(item) = source.item(step) {
         step += 1;
         let mut outer = T::ZERO;
         let mut inner = T::ZERO;
-        let mut stage = 0;
-        while stage < stages {
-            // This thread's copies of the stage have landed, and behind the barrier everybody's; what is overwritten next has been
-            // read by all.
+        let mut pair = 0;
+        while pair < pairs {
+            // This thread's copies of the pair of stages have landed, and behind the barrier everybody's; what is overwritten next has
+            // been read by all.
             wait_for_oldest::<T>();
             sync::sync_threads();
-            let left = slot * Ring::<L, R, T>::STAGE_BYTES;
-            let right = left + Ring::<L, R, T>::LEFT_BYTES;
-            inner = T::multiply::<A, L, R>(left, right, 0, inner);
-            // Copies are issued while the tensor cores are busy.
-            copier.copy();
-            inner = T::multiply::<A, L, R>(left, right, 1, inner);
-            stage += 1;
-            if FOLD == 64 || FOLD == 128 && (stage.is_multiple_of(2) || stage == stages) {
+            let mut second = 0;
+            while second < 2 {
+                let left = (slot + second) * Ring::<L, R, T>::STAGE_BYTES;
+                let right = left + Ring::<L, R, T>::LEFT_BYTES;
+                inner = T::multiply::<A, L, R>(left, right, 0, inner);
+                // Copies are issued while the tensor cores are busy.
+                copier.copy();
+                inner = T::multiply::<A, L, R>(left, right, 1, inner);
                 let scales = Shared::<f32>::at(left + Ring::<L, R, T>::SCALES_AT, T::ROWS + 4);
-                outer = if FOLD == 64 {
-                    T::fold::<true>(outer, inner, scales)
-                } else {
-                    T::fold::<false>(outer, inner, scales)
-                };
+                if FOLD == 64 {
+                    outer = T::fold::<true>(outer, inner, scales);
+                    inner = T::ZERO;
+                }
+                second += 1;
+            }
+            copy::commit();
+            if FOLD == 128 {
+                // The first stage's: the second may lie behind the last k.
+                let scales =
+                    Shared::<f32>::at(slot * Ring::<L, R, T>::STAGE_BYTES + Ring::<L, R, T>::SCALES_AT, T::ROWS + 4);
+                outer = T::fold::<false>(outer, inner, scales);
                 inner = T::ZERO;
             }
-            slot = if slot + 1 == T::STAGES { 0 } else { slot + 1 };
+            slot = if slot + 2 == T::STAGES { 0 } else { slot + 2 };
+            pair += 1;
         }
         // Rows of an expert that is not resident are left as they are.
         let there = problem.is_resident(item.expert);
@@ -527,14 +535,12 @@ fn run<A: Arch, L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, co
     copy::wait::<0>();
 }
 
-/// Waits until the oldest stage of the ring has landed.
+/// Waits until the oldest pair of stages of the ring has landed.
 #[inline(always)]
 fn wait_for_oldest<T: Shape>() {
     match T::STAGES {
-        2 => copy::wait::<0>(),
-        3 => copy::wait::<1>(),
-        4 => copy::wait::<2>(),
-        5 => copy::wait::<3>(),
-        _ => copy::wait::<4>(),
+        4 => copy::wait::<0>(),
+        6 => copy::wait::<1>(),
+        _ => copy::wait::<2>(),
     }
 }

@@ -11,7 +11,7 @@ use cuda_std::thread::{lane, warp};
 use cuda_std::{cvt, math, sync, warp as lanes};
 
 /// A tile and the warps that share it: `WM` by `WN` warps, each with `TM` times 16 rows and `TN` times 16 columns, and a ring of
-/// `STAGES` stages. If `PAIRED`, the first half of a warp's columns belongs to the first product and the second half to the second.
+/// `STAGES` stages, which come in pairs. If `PAIRED`, the first half of a warp's columns belongs to the first product and the second half to the second.
 #[derive(Clone, Copy, Debug)]
 pub struct Tile<
     const WM: u32,
@@ -134,21 +134,28 @@ impl<const WM: u32, const WN: u32, const TM: usize, const TN: usize, const STAGE
             columns[j] = R::columns16::<A>(right, column + j as u32 * 16, half);
             j += 1;
         }
+        // Two tiles of rows at a time: eight mma or more between two that add to the same sums.
         let mut i = 0;
         while i < TM {
-            let rows = L::rows16::<A>(left, row + i as u32 * 16, half);
+            let both = i + 1 < TM;
+            let upper = L::rows16::<A>(left, row + i as u32 * 16, half);
+            let lower = if both { L::rows16::<A>(left, row + i as u32 * 16 + 16, half) } else { upper };
             let mut group = 0;
             while group < 2 {
                 let mut j = 0;
                 while j < TN {
                     let [first, second] = columns[j][group];
-                    sums[i][j][0] = mma::m16n8k16::<L::Mma>(rows[group], first, sums[i][j][0]);
-                    sums[i][j][1] = mma::m16n8k16::<L::Mma>(rows[group], second, sums[i][j][1]);
+                    sums[i][j][0] = mma::m16n8k16::<L::Mma>(upper[group], first, sums[i][j][0]);
+                    sums[i][j][1] = mma::m16n8k16::<L::Mma>(upper[group], second, sums[i][j][1]);
+                    if both {
+                        sums[i + 1][j][0] = mma::m16n8k16::<L::Mma>(lower[group], first, sums[i + 1][j][0]);
+                        sums[i + 1][j][1] = mma::m16n8k16::<L::Mma>(lower[group], second, sums[i + 1][j][1]);
+                    }
                     j += 1;
                 }
                 group += 1;
             }
-            i += 1;
+            i += 2;
         }
         sums
     }

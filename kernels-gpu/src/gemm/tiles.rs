@@ -98,10 +98,10 @@ impl<L: Operand, R: Operand> Problem<L, R> {
         }
     }
 
-    /// Stages of an item.
+    /// Pairs of stages of an item: one for each block of 128 k.
     #[inline(always)]
-    pub fn stages(&self) -> u32 {
-        self.k.div_ceil(STAGE_K)
+    pub fn pairs(&self) -> u32 {
+        self.k.div_ceil(2 * STAGE_K)
     }
 
     /// Block scales along k.
@@ -216,9 +216,11 @@ impl<O: Operand> Share<O> {
 pub struct Copier<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED: bool> {
     problem: Problem<L, R>,
     source: S,
-    /// Next item of the block, stages of the current one that are copied, elements of its rows that are left, place in the ring.
+    /// Next item of the block, stages of the current one that are copied and
+    /// their number, elements of its rows that are left, place in the ring.
     step: u32,
     stage: u32,
+    stages: u32,
     left: u32,
     slot: u32,
     /// This thread's pieces of the left operand: elements of the next stage, and all bits set where the row exists.
@@ -258,7 +260,7 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
         (product, column - T::column(first).1)
     }
 
-    /// Starts at the block's first item and fills all but one stage.
+    /// Starts at the block's first item and fills all but one pair of stages.
     #[inline(always)]
     pub fn start(problem: Problem<L, R>, source: S) -> Self {
         const {
@@ -270,6 +272,7 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             source,
             step: 0,
             stage: 0,
+            stages: 0,
             left: 0,
             slot: 0,
             left_at: [0; MOST],
@@ -290,9 +293,11 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
         copier.look_ahead();
         copier.advance();
         let mut i = 0;
-        while i < T::STAGES - 1 {
+        while i < T::STAGES - 2 {
             copier.copy();
-            i += 1;
+            copier.copy();
+            copy::commit();
+            i += 2;
         }
         copier
     }
@@ -340,12 +345,13 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
     #[inline(always)]
     fn advance(&mut self) {
         let Some(item) = self.next_item else {
-            self.left = 0;
+            self.stages = 0;
             return;
         };
         let Problem { weights, scales, second, n, k, a_stride, .. } = self.problem;
         self.left = k;
         self.stage = 0;
+        self.stages = 2 * self.problem.pairs();
         macro_rules! row {
             ($i:literal) => {
                 let row = self.next_rows[$i];
@@ -395,12 +401,15 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
         self.look_ahead();
     }
 
-    /// Starts copying the next stage into the next place of the ring, as one group of copies. Empty behind the last item.
+    /// Starts copying the next stage into the next place of the ring. Nothing behind the last item. The second stage of a pair may
+    /// lie behind the last k: it is zeros, and so are its scales, whatever those of its block are.
     #[inline(always)]
     pub fn copy(&mut self) {
-        if self.left > 0 {
+        if self.stage < self.stages {
             let base = self.slot * Ring::<L, R, T>::STAGE_BYTES;
-            let there = Share::<L>::there(self.left + (self.problem.a_stride - self.problem.k));
+            let exists = self.left > 0;
+            let padding = if exists { self.problem.a_stride - self.problem.k } else { 0 };
+            let there = Share::<L>::there(self.left + padding);
             macro_rules! left {
                 ($i:literal) => {
                     if $i * Self::LEFT_EACH < T::ROWS {
@@ -446,7 +455,13 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             let scales = Shared::<f32>::at(base + Ring::<L, R, T>::SCALES_AT, T::ROWS + 4);
             let block = (self.stage * STAGE_K / BLOCK) as usize;
             if FOLD == 64 && thread_idx() < T::ROWS {
-                copy::async4_zfill(scales, thread_idx(), self.problem.a_scale, self.scale_at + block, self.scale_bytes);
+                copy::async4_zfill(
+                    scales,
+                    thread_idx(),
+                    self.problem.a_scale,
+                    self.scale_at + block,
+                    if exists { self.scale_bytes } else { 0 },
+                );
             }
             if FOLD != 0 && thread_idx() < if T::PAIRED { 2 } else { 1 } {
                 copy::async4_zfill(
@@ -461,10 +476,9 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             self.slot = if self.slot + 1 == T::STAGES { 0 } else { self.slot + 1 };
             self.stage += 1;
             self.left = self.left.saturating_sub(STAGE_K);
-            if self.left == 0 {
+            if self.stage == self.stages {
                 self.advance();
             }
         }
-        copy::commit();
     }
 }
