@@ -7,6 +7,9 @@
 //! | [`fc2`] | down projection, one row of partial results a pair | activation x warps a block |
 //! | [`gemm`] | grouped GEMMs over tables of weights: FP8 and BF16 experts | activation x weights x tile |
 //! | [`combine`] | sum over a token's experts | one |
+//! | [`router`] | router projection, f32 or strictly ordered | by the tile of a block |
+//! | [`gate_topk`] | NVFP4 router, with or without the choice of experts | fused, and logits alone |
+//! | [`topk`] | experts and weights of a token from its logits; weights on inputs | by the number of experts |
 //! | [`bandwidth`] | reads, copies and noise for benchmarks | three |
 //!
 //! Shared pieces: [`stream`] moves weight tiles through shared memory, [`tensor`] is the inner loop, [`dequant`] turns codes and scales into mma operands,
@@ -18,12 +21,15 @@ pub mod combine;
 pub mod dequant;
 pub mod fc1;
 pub mod fc2;
+pub mod gate_topk;
 pub mod gemm;
 pub mod layout;
 pub mod route_prep;
+pub mod router;
 pub mod schedule;
 pub mod stream;
 pub mod tensor;
+pub mod topk;
 
 #[cfg(target_arch = "nvptx64")]
 #[panic_handler]
