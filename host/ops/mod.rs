@@ -6,5 +6,8 @@
 
 mod experts;
 pub mod gemm;
+pub mod gate_topk;
+pub mod router;
+pub mod topk;
 
 pub use experts::ExpertTable;

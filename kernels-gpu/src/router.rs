@@ -37,8 +37,8 @@ impl Tile {
     }
 
     /// Blocks for M tokens and E experts.
-    pub const fn blocks(self, tokens: u32, experts: u32) -> u32 {
-        tokens.div_ceil(self.tokens) * experts.div_ceil(self.experts)
+    pub const fn blocks(self, tokens: u32, experts: u32) -> u64 {
+        tokens.div_ceil(self.tokens) as u64 * experts.div_ceil(self.experts) as u64
     }
 }
 
