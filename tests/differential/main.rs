@@ -6,5 +6,8 @@ mod combine;
 mod common;
 mod fc1;
 mod fc2;
+mod gate_topk;
 mod layer;
 mod route_prep;
+mod router;
+mod topk;
