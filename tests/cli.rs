@@ -442,3 +442,14 @@ fn no_cases_and_lists_as_json_are_refused() {
     assert_eq!(megamoe(&["diff", "--all", "--cases", "0"]).status.code(), Some(2));
     assert_eq!(megamoe(&["bench", "decode", "--list", "--json"]).status.code(), Some(2));
 }
+
+#[test]
+fn options_of_the_router_table_are_checked() {
+    for (option, value, name) in
+        [("--tokens", "8,0", "`tokens` is 0"), ("--operations", "topk", "`operations` is topk")]
+    {
+        let output = megamoe(&["bench", "router", option, value]);
+        assert_eq!(output.status.code(), Some(2));
+        assert!(stderr(&output).contains(name), "{}", stderr(&output));
+    }
+}

@@ -1,7 +1,8 @@
 //! The decode table.
 
 use super::recorded::{BenchShape, TOKENS};
-use crate::device::{Buffer, DeviceHandle, Element, Gpu, Grid, launch};
+use super::timing::{ROTATION, noise, time};
+use crate::device::{Buffer, DeviceHandle, Gpu, Grid, launch};
 use crate::diff::Random;
 use crate::error::Result;
 use crate::layer::{Hidden, Inputs, Layer, Stage, WeightLengths};
@@ -14,12 +15,6 @@ use std::sync::Arc;
 
 /// Calls in one graph.
 const CALLS: usize = 12;
-/// Bytes of other weights that are read before a set comes back.
-const ROTATION: usize = 240_000_000;
-/// Samples of which the median counts.
-const SAMPLES: usize = 7;
-/// Least length of a sample, milliseconds.
-const SAMPLE_MS: f32 = 3.0;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -87,21 +82,6 @@ pub struct ReadRow {
     pub microseconds: f32,
 }
 
-/// Median microseconds of one of the `calls` calls that `work` enqueues.
-pub(super) fn time(gpu: &Arc<Gpu>, calls: usize, work: impl FnOnce() -> Result<()>) -> Result<f32> {
-    let graph = gpu.capture(work)?;
-    graph.launch()?;
-    let once = gpu.elapsed_ms(|| graph.launch())?;
-    let replays = (SAMPLE_MS / once.max(1e-3)).ceil().clamp(1.0, 100.0) as usize;
-    let mut samples = Vec::with_capacity(SAMPLES);
-    for _ in 0..SAMPLES {
-        let ms = gpu.elapsed_ms(|| (0..replays).try_for_each(|_| graph.launch()))?;
-        samples.push(ms * 1e3 / (replays * calls) as f32);
-    }
-    samples.sort_by(f32::total_cmp);
-    Ok(samples[SAMPLES / 2])
-}
-
 /// Times a read-only kernel at three sizes. A slow card shows here.
 pub fn read_floor(gpu: &Arc<Gpu>) -> Result<Vec<ReadRow>> {
     let device: DeviceHandle = gpu.clone();
@@ -124,22 +104,6 @@ pub fn read_floor(gpu: &Arc<Gpu>) -> Result<Vec<ReadRow>> {
         rows.push(ReadRow { bytes, microseconds });
     }
     Ok(rows)
-}
-
-/// A buffer of noise, made on the device.
-pub(super) fn noise<T: Element>(device: &DeviceHandle, len: usize, seed: u32, scales: bool) -> Result<Buffer<T>> {
-    let bytes = len * size_of::<T>();
-    let buffer = Buffer::<T>::new(device, len.next_multiple_of(16))?;
-    let words = bytes.next_multiple_of(16) / 4;
-    let kernel = bandwidth::fill::fill_noise;
-    device.prepare(kernel.into(), 0)?;
-    launch(
-        &**device,
-        kernel,
-        Grid { blocks: 1024, shared_bytes: 0 },
-        bandwidth::fill::Args { to: buffer.part(0, words), words: words as u64, seed, scales: scales.into() },
-    )?;
-    Ok(buffer)
 }
 
 /// One call's inputs.

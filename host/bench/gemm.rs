@@ -1,6 +1,6 @@
 //! The table of grouped GEMMs.
 
-use super::decode::{noise, time};
+use super::timing::{noise, time};
 use crate::device::{Buffer, DeviceHandle, Gpu, Grid, launch};
 use crate::diff::Random;
 use crate::error::Result;

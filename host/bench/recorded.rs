@@ -126,3 +126,25 @@ pub const SHAPES: [BenchShape; 6] = [
         },
     },
 ];
+
+/// Numbers of tokens in the router table.
+pub const ROUTER_TOKENS: [usize; 6] = [1, 8, 64, 512, 2048, 8192];
+
+/// Recorded microseconds of vLLM 0.26's fused softmax top-8.
+#[derive(Clone, Copy, Debug)]
+pub struct RecordedTopK {
+    /// Name of the operation here.
+    pub operation: &'static str,
+    /// Number of experts.
+    pub experts: usize,
+    /// For each of [`ROUTER_TOKENS`].
+    pub microseconds: [f32; 6],
+}
+
+/// All of them.
+pub const RECORDED_TOPK: [RecordedTopK; 4] = [
+    RecordedTopK { operation: "topk_f32", experts: 128, microseconds: [3.7, 3.8, 4.0, 4.3, 6.2, 15.4] },
+    RecordedTopK { operation: "topk_bf16", experts: 128, microseconds: [3.7, 3.8, 3.9, 4.0, 4.5, 10.1] },
+    RecordedTopK { operation: "topk_f32", experts: 256, microseconds: [3.9, 4.2, 4.4, 4.8, 7.2, 18.6] },
+    RecordedTopK { operation: "topk_bf16", experts: 256, microseconds: [3.9, 4.1, 4.3, 4.6, 7.0, 18.3] },
+];

@@ -6,7 +6,8 @@ use super::output::{Progress, say, say_json, say_table, table};
 use clap::Subcommand;
 use comfy_table::{Cell, CellAlignment};
 use megamoe::bench::{
-    self, BenchShape, DecodeOptions, DecodeRow, GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, ReadRow, SHAPES, TOKENS,
+    self, BenchShape, DecodeOptions, DecodeRow, GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, ReadRow, RouterOperation,
+    RouterOptions, RouterRow, SHAPES, TOKENS,
 };
 use megamoe::device::{Device, Properties};
 use megamoe::ops::gemm::GemmKernel;
@@ -26,6 +27,8 @@ enum What {
     Decode(DecodeArgs),
     /// Grouped GEMMs: TFLOP/s of the rows that count, beside a loop of mma on registers alone.
     Gemm(GemmArgs),
+    /// Router: projections in both orders and the choice of experts, microseconds in a CUDA graph.
+    Router(RouterArgs),
     /// A read-only kernel over cold memory at three sizes: how fast the card is.
     Read {
         /// Print one JSON object.
@@ -91,6 +94,31 @@ struct GemmOutput<'a> {
     rows: &'a [GemmRow],
 }
 
+#[derive(Debug, clap::Args)]
+struct RouterArgs {
+    /// Operations (default: all): router_gemm, router_gemm_strict, topk_f32, topk_bf16.
+    #[arg(long, value_delimiter = ',')]
+    operations: Vec<String>,
+    /// Numbers of tokens (default: those that were recorded).
+    #[arg(long, value_delimiter = ',')]
+    tokens: Vec<usize>,
+    /// Numbers of experts.
+    #[arg(long, value_delimiter = ',', default_value = "128,256")]
+    experts: Vec<usize>,
+    /// Hidden sizes.
+    #[arg(long, value_delimiter = ',', default_value = "2048,4096,7168")]
+    hidden: Vec<usize>,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct RouterOutput<'a> {
+    gpu: &'a str,
+    rows: &'a [RouterRow],
+}
+
 #[derive(Serialize)]
 struct Output<'a> {
     gpu: &'a str,
@@ -102,6 +130,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
     match &args.what {
         What::Decode(args) => decode(args),
         What::Gemm(args) => gemm(args),
+        What::Router(args) => router(args),
         What::Read { json } => {
             let gpu = open_gpu()?;
             let rows = bench::read_floor(&gpu)?;
@@ -252,6 +281,62 @@ fn decode(args: &DecodeArgs) -> Result<Verdict> {
     say(
         "\n* the layer's default. floor: a read-only kernel over the same bytes; CUDA: a CUDA C++ kernel with the same order of sums, its best split; best: the fastest other 4-bit implementation (all recorded figures).",
     );
+    Ok(Verdict::Agreed)
+}
+
+fn router(args: &RouterArgs) -> Result<Verdict> {
+    let all: Vec<_> = RouterOperation::ALL.iter().map(|&op| (op.name().to_owned(), op)).collect();
+    let mut options =
+        RouterOptions { experts: args.experts.clone(), hidden: args.hidden.clone(), ..RouterOptions::default() };
+    if !args.operations.is_empty() {
+        options.operations = named("operations", &args.operations, &all)?;
+    }
+    if !args.tokens.is_empty() {
+        options.tokens = args.tokens.clone();
+    }
+    if options.tokens.contains(&0) {
+        return Err(Error::argument("tokens", 0, "at least 1"));
+    }
+    let gpu = open_gpu()?;
+    let progress = Progress::steps(
+        options
+            .operations
+            .iter()
+            .map(|op| {
+                options.tokens.len() * options.experts.len() * if op.has_hidden() { options.hidden.len() } else { 1 }
+            })
+            .sum::<usize>() as u64,
+        "measuring",
+    );
+    let rows = bench::router(&gpu, &options, |row| {
+        progress.now(format!("{} M={}", row.operation.name(), row.tokens));
+        progress.step();
+    })?;
+    drop(progress);
+    if args.json {
+        say_json(&RouterOutput { gpu: &gpu.properties().name, rows: &rows });
+        return Ok(Verdict::Agreed);
+    }
+    say(format!("{}, {} multiprocessors", gpu.properties().name, gpu.properties().multiprocessors));
+    let mut out = table(["operation", "experts", "hidden", "M", "µs", "GB/s", "GFLOP/s", "vLLM µs", "x vLLM"]);
+    for row in &rows {
+        let us = f64::from(row.microseconds);
+        let or_dash = |there: bool, text: String| if there { text } else { "-".into() };
+        let mut cells = right([
+            row.experts.to_string(),
+            or_dash(row.hidden != 0, row.hidden.to_string()),
+            row.tokens.to_string(),
+            format!("{us:.1}"),
+            format!("{:.0}", row.bytes / us / 1e3),
+            or_dash(row.hidden != 0, format!("{:.0}", row.operations / us / 1e3)),
+            row.recorded.map_or("-".into(), |recorded| format!("{recorded:.1}")),
+            row.recorded.map_or("-".into(), |recorded| format!("{:.2}", row.microseconds / recorded)),
+        ]);
+        cells.insert(0, Cell::new(row.operation.name()));
+        out.add_row(cells);
+    }
+    say_table(&out);
+    say("\nx vLLM: this time over the recorded one of vLLM's fused softmax top-8, measured on another day.");
     Ok(Verdict::Agreed)
 }
 

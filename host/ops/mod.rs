@@ -5,8 +5,8 @@
 //! nothing and can be captured in a graph.
 
 mod experts;
-pub mod gemm;
 pub mod gate_topk;
+pub mod gemm;
 pub mod router;
 pub mod topk;
 
