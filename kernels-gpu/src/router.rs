@@ -6,7 +6,9 @@
 //! bf16 at the end.
 //!
 //! Product and sum are rounded apart, so a product costs two instructions: at least 2·M·E·K / (128 lanes · multiprocessors · clock),
-//! which is 1 ms for M = 8192, E = 256, K = 7168 on an H200.
+//! which is 1 ms for M = 8192, E = 256, K = 7168 on an H200. But a product of two bf16 has 16 significant bits, and where it is also
+//! in the range of f32 its rounding changes nothing: then one fma gives the same bits. The kernel for many tokens looks at the operands of
+//! each chunk of k and takes the fma where all of them are 0 or in 2^-64 to 2^64.
 //!
 //! In `router_gemm` a lane holds partial sums of TM x TN logits, so that its TM + TN loads from shared memory serve TM·TN products. Rows come
 //! through a ring of stages with `cp.async`; consecutive lanes read consecutive bf16 of a row, which hits every bank once. What lies
@@ -15,6 +17,7 @@
 
 use core::num::NonZeroU32;
 use cuda_std::cvt::{bf16_to_f32, f32_to_bf16};
+use cuda_std::math::fma;
 use cuda_std::memory::{In, Out};
 use cuda_std::shared::Shared;
 use cuda_std::thread::{block_idx, lane, thread_idx, warp as warp_idx};
@@ -36,6 +39,11 @@ impl Tile {
         Tile { tokens, experts, shared_bytes: (tokens + experts) * pitch * 2 * stages }
     }
 
+    /// With room for the flags of `warps` warps.
+    const fn with_flags(self, warps: u32) -> Self {
+        Tile { shared_bytes: self.shared_bytes + 2 * warps * 4, ..self }
+    }
+
     /// Blocks for M tokens and E experts.
     pub const fn blocks(self, tokens: u32, experts: u32) -> u64 {
         tokens.div_ceil(self.tokens) as u64 * experts.div_ceil(self.experts) as u64
@@ -49,7 +57,7 @@ pub const TILE_4X8: Tile = Tile::new(4, 8, 256, 6);
 /// Of `router_gemm_8x8`.
 pub const TILE_8X8: Tile = Tile::new(8, 8, 256, 4);
 /// Of `router_gemm_32x32`.
-pub const TILE_32X32: Tile = Tile::new(32, 32, 128, 4);
+pub const TILE_32X32: Tile = Tile::new(32, 32, 128, 4).with_flags(16);
 /// Of `router_gemm_strict_4x32`.
 pub const STRICT_4X32: Tile = Tile::new(4, 32, 128 + 8, 4);
 /// Of `router_gemm_strict_32x64`.
@@ -73,10 +81,10 @@ kernels! {
         /// Hidden size K.
         hidden: u32,
     );
-    router_gemm_1x2[64, 8] = |_A| partials::<1, 1, 1, 1, 2, 512, 8, 6>;
-    router_gemm_4x8[128, 4] = |_A| partials::<4, 2, 8, 1, 4, 256, 6, 4>;
-    router_gemm_8x8[128, 4] = |_A| partials::<4, 4, 16, 2, 2, 256, 4, 2>;
-    router_gemm_32x32[512, 1] = |_A| partials::<8, 8, 64, 4, 4, 128, 4, 2>;
+    router_gemm_1x2[64, 8] = |_A| partials::<1, 1, 1, 1, 2, 512, 8, 6, false>;
+    router_gemm_4x8[128, 4] = |_A| partials::<4, 2, 8, 1, 4, 256, 6, 4, false>;
+    router_gemm_8x8[128, 4] = |_A| partials::<4, 4, 16, 2, 2, 256, 4, 2, false>;
+    router_gemm_32x32[512, 1] = |_A| partials::<8, 8, 64, 4, 4, 128, 4, 2, true>;
 }
 
 kernels! {
@@ -173,7 +181,52 @@ const fn left(count: usize, steps: u32) -> usize {
     if count >> steps == 0 { 1 } else { count >> steps }
 }
 
-/// A warp has TM x TN = C logits, a block WM x WN warps; KC columns are a stage.
+/// Bits that are set where one of two bf16 is neither 0 nor in 2^-64 to 2^64, which is an exponent field of 63 to 190.
+#[inline(always)]
+fn out_of_range(pair: u32) -> u32 {
+    // No sum carries from one half to the other.
+    let magnitude = pair & 0x7FFF_7FFF;
+    // The field plus 1 is 64 to 191: its two upper bits differ.
+    let field = magnitude + 0x0080_0080;
+    let inside = field ^ field << 1;
+    let not_zero = (magnitude + 0x7FFF_7FFF) >> 1;
+    not_zero & !inside & 0x4000_4000
+}
+
+/// Adds the products of KC columns to a lane's sums. `of_x` and `of_w` are its elements of the first rows in the stage.
+#[inline(always)]
+fn add_chunk<const TM: usize, const TN: usize, const C: usize, const KC: usize>(
+    sums: &mut [f32; C],
+    stage: Shared<u16>,
+    of_x: u32,
+    of_w: u32,
+    add: impl Fn(f32, f32, f32) -> f32,
+) {
+    let mut k = 0;
+    while k < KC as u32 {
+        let mut xs = [0.0; TM];
+        let mut t = 0;
+        while t < TM {
+            xs[t] = bf16_to_f32(stage.load(of_x + (t * KC) as u32 + k));
+            t += 1;
+        }
+        let mut ws = [0.0; TN];
+        let mut e = 0;
+        while e < TN {
+            ws[e] = bf16_to_f32(stage.load(of_w + (e * KC) as u32 + k));
+            e += 1;
+        }
+        let mut i = 0;
+        while i < C {
+            sums[i] = add(sums[i], xs[i / TN], ws[i % TN]);
+            i += 1;
+        }
+        k += 32;
+    }
+}
+
+/// A warp has TM x TN = C logits, a block WM x WN warps; KC columns are a stage. FUSE: whether it looks for chunks in which an fma
+/// does.
 #[inline(always)]
 #[allow(clippy::too_many_arguments)]
 fn partials<
@@ -185,6 +238,7 @@ fn partials<
     const KC: usize,
     const STAGES: u32,
     const PENDING: u32,
+    const FUSE: bool,
 >(
     x: In<u16>,
     w: In<u16>,
@@ -221,35 +275,36 @@ fn partials<
     let stage = (block_tokens + block_experts) * KC as u32;
     let mut sums = [0.0f32; C];
     let (mut slot, mut free) = (0, STAGES - 1);
+    // A flag a warp, of this chunk and the one before.
+    let flags = Shared::<u32>::at(STAGES * stage * 2, 2 * (WM * WN) as u32);
     let mut chunk = 0;
     while chunk < chunks {
         copy::wait::<PENDING>();
+        let at = Shared::<u16>::at(slot * stage * 2, stage);
+        let of_chunk = chunk % 2 * (WM * WN) as u32;
+        if FUSE {
+            // What this thread itself has copied.
+            let mut outside = 0;
+            let mut piece = thread_idx();
+            while piece < (block_tokens + block_experts) * (KC / 8) as u32 {
+                let words = at.load_v4(piece * 8).map(out_of_range);
+                outside |= words[0] | words[1] | words[2] | words[3];
+                piece += threads;
+            }
+            let outside = warp::any(outside != 0);
+            if lane == 0 {
+                flags.store(of_chunk + warp_idx(), outside as u32);
+            }
+        }
         // Also: all warps are through with the stage that is filled next.
         sync::sync_threads();
         rows.issue::<KC>(free, chunk + STAGES - 1, chunks, KC as u32, threads);
-        let at = Shared::<u16>::at(slot * stage * 2, stage);
         let of_x = wm * (TM * KC) as u32 + lane;
         let of_w = (block_tokens + wn * TN as u32) * KC as u32 + lane;
-        let mut k = 0;
-        while k < KC as u32 {
-            let mut xs = [0.0; TM];
-            let mut t = 0;
-            while t < TM {
-                xs[t] = bf16_to_f32(at.load(of_x + (t * KC) as u32 + k));
-                t += 1;
-            }
-            let mut ws = [0.0; TN];
-            let mut e = 0;
-            while e < TN {
-                ws[e] = bf16_to_f32(at.load(of_w + (e * KC) as u32 + k));
-                e += 1;
-            }
-            let mut i = 0;
-            while i < C {
-                sums[i] += xs[i / TN] * ws[i % TN];
-                i += 1;
-            }
-            k += 32;
+        if FUSE && !warp::any(flags.load(of_chunk + lane % (WM * WN) as u32) != 0) {
+            add_chunk::<TM, TN, C, KC>(&mut sums, at, of_x, of_w, |sum, x, w| fma(x, w, sum));
+        } else {
+            add_chunk::<TM, TN, C, KC>(&mut sums, at, of_x, of_w, |sum, x, w| sum + x * w);
         }
         slot = if slot == STAGES - 1 { 0 } else { slot + 1 };
         free = if free == STAGES - 1 { 0 } else { free + 1 };

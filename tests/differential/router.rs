@@ -17,7 +17,7 @@ pub fn values(random: &mut Random, len: usize, kind: usize) -> Vec<u16> {
             // Products below and above the range of f32, and few special values, which would else be in every row.
             2 => match random.next() % 512 {
                 0 => [0x7FC0, 0x7F80, 0xFF80][random.next() as usize % 3],
-                n => bf16::from_f32(2f32.powi((n % 200) as i32 - 120)).to_bits() | (n as u16 & 0x8000),
+                n => ((n % 200 + 7) << 7 | random.next() & 0x807F) as u16,
             },
             _ => random.next() as u16,
         })
@@ -153,6 +153,57 @@ fn orders_of_sums() {
         }
         for tile in StrictTile::ALL {
             assert_eq!(run_strict(&device, Some(tile), &x, &w, 64), [0x3F80]);
+        }
+    }
+}
+
+/// Where a product of two bf16 is outside f32's range it is rounded before it is added, by every tile.
+#[test]
+fn products_are_rounded_apart() {
+    let power = |n: i32| bf16::from_f64(2f64.powi(n)).to_bits();
+    let one = |x: [u16; 2], w: [u16; 2]| {
+        // Both are summands of partial 3.
+        let (mut xs, mut ws) = ([0u16; 200], [0u16; 200]);
+        (xs[3], xs[35], ws[3], ws[35]) = (x[0], x[1], w[0], w[1]);
+        (xs, ws)
+    };
+    let minus = |bits: u16| bits | 0x8000;
+    for (x, w, wanted, fused) in [
+        // 2^-149 + 2^-150, of which the second rounds to 0 by itself.
+        ([power(-74), power(-75)], [power(-75), power(-75)], 1u32, 2u32),
+        // -2^127 + 2^128.
+        ([power(63), power(64)], [minus(power(64)), power(64)], 0x7F80_0000, 0x7F00_0000),
+    ] {
+        let value = |bits: u16| bf16::from_bits(bits).to_f32();
+        let sum = value(x[1]).mul_add(value(w[1]), value(x[0]) * value(w[0]));
+        assert_eq!(sum.to_bits(), fused, "an fma would be noticed");
+        let (x, w) = one(x, w);
+        assert_eq!(bits(&reference::router_gemm(&x, &w, None, 200).unwrap()), [wanted]);
+        for (_, device) in devices() {
+            for tile in RouterTile::ALL {
+                assert_eq!(run(&device, Some(tile), (&x, &w, None), 200), [wanted], "{tile:?}");
+            }
+        }
+    }
+    // All around the range in which an fma is taken: 2^-64 to 2^64.
+    let mut random = Random(25);
+    for turn in 0..8 {
+        let (tokens, experts, hidden) = (34, 33, 264);
+        let mut draw = |len| -> Vec<u16> {
+            let field = |random: &mut Random| match (turn % 4, random.next() % 8) {
+                (0, _) => 63 + random.next() % 128,
+                (1, 0) => 60 + random.next() % 6,
+                (2, 0) => 188 + random.next() % 6,
+                (3, n) => [0, 62, 63, 126, 127, 128, 190, 191][n as usize],
+                _ => 100 + random.next() % 50,
+            };
+            (0..len).map(|_| (field(&mut random) << 7 | random.next() & 0x807F) as u16).collect()
+        };
+        let (x, w) = (draw(tokens * hidden), draw(experts * hidden));
+        let wanted = bits(&reference::router_gemm(&x, &w, None, hidden).unwrap());
+        for device in std::iter::once(any_emulator(turn)).chain(gpu()) {
+            let got = run(&device, Some(RouterTile::T32x32), (&x, &w, None), hidden);
+            assert_eq!(difference(&wanted, &got, experts), None, "turn {turn}");
         }
     }
 }
