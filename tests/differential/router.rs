@@ -161,10 +161,10 @@ fn orders_of_sums() {
 #[test]
 fn products_are_rounded_apart() {
     let power = |n: i32| bf16::from_f64(2f64.powi(n)).to_bits();
-    let one = |x: [u16; 2], w: [u16; 2]| {
-        // Both are summands of partial 3.
+    let one = |at: usize, x: [u16; 2], w: [u16; 2]| {
+        // Both are summands of one partial.
         let (mut xs, mut ws) = ([0u16; 200], [0u16; 200]);
-        (xs[3], xs[35], ws[3], ws[35]) = (x[0], x[1], w[0], w[1]);
+        (xs[at], xs[at + 32], ws[at], ws[at + 32]) = (x[0], x[1], w[0], w[1]);
         (xs, ws)
     };
     let minus = |bits: u16| bits | 0x8000;
@@ -177,11 +177,16 @@ fn products_are_rounded_apart() {
         let value = |bits: u16| bf16::from_bits(bits).to_f32();
         let sum = value(x[1]).mul_add(value(w[1]), value(x[0]) * value(w[0]));
         assert_eq!(sum.to_bits(), fused, "an fma would be noticed");
-        let (x, w) = one(x, w);
-        assert_eq!(bits(&reference::router_gemm(&x, &w, None, 200).unwrap()), [wanted]);
-        for (_, device) in devices() {
-            for tile in RouterTile::ALL {
-                assert_eq!(run(&device, Some(tile), (&x, &w, None), 200), [wanted], "{tile:?}");
+        // Either half of a word, in the first chunk and behind it.
+        for at in [2, 3, 140, 141] {
+            let (x, w) = one(at, x, w);
+            assert_eq!(bits(&reference::router_gemm(&x, &w, None, 200).unwrap()), [wanted]);
+            for (_, device) in devices() {
+                for tile in RouterTile::ALL {
+                    for (x, w) in [(x, w), (w, x)] {
+                        assert_eq!(run(&device, Some(tile), (&x, &w, None), 200), [wanted], "{tile:?}, k {at}");
+                    }
+                }
             }
         }
     }
