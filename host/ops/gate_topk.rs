@@ -60,7 +60,7 @@ impl GateLogits {
             return Ok(());
         }
         let (kernel, of_warp) = match tokens {
-            ..4 => (kernels::gate_logits::gate_logits_tokens1, 1),
+            0..4 => (kernels::gate_logits::gate_logits_tokens1, 1),
             _ => (kernels::gate_logits::gate_logits_tokens4, kernels::TOKENS as usize),
         };
         let blocks = (tokens.div_ceil(of_warp) * experts).div_ceil(kernels::WARPS as usize).min(1 << 20) as u32;

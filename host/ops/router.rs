@@ -103,8 +103,8 @@ impl RouterGemm {
     /// The tile that [`RouterGemm::launch`] takes.
     pub fn choose(&self, tokens: usize) -> RouterTile {
         match tokens {
-            ..=2 => RouterTile::T1x2,
-            ..=32 => RouterTile::T4x8,
+            0..=2 => RouterTile::T1x2,
+            3..=32 => RouterTile::T4x8,
             _ if fills(&self.device, kernels::TILE_32X32, tokens.min(MAX_TOKENS), self.experts) => RouterTile::T32x32,
             _ => RouterTile::T8x8,
         }

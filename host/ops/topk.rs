@@ -73,9 +73,9 @@ impl TopK {
         let many_groups = routing.groups.is_some_and(|groups| groups.count > kernels::MAX_GROUPS as usize);
         let kernel = match experts {
             _ if many_groups => kernels::topk::topk_any,
-            ..=128 => kernels::topk::topk_128,
-            ..=256 => kernels::topk::topk_256,
-            ..=512 => kernels::topk::topk_512,
+            0..=128 => kernels::topk::topk_128,
+            129..=256 => kernels::topk::topk_256,
+            257..=512 => kernels::topk::topk_512,
             _ => kernels::topk::topk_any,
         };
         Self { device: device.clone(), experts, routing, kernel }.ready()

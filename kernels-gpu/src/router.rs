@@ -324,7 +324,7 @@ fn partials<
         let index = lane / sharing * own as u32 + i as u32;
         let token = rows.first_token + wm * TM as u32 + index / TN as u32;
         let expert = rows.first_expert + wn * TN as u32 + index % TN as u32;
-        if lane % sharing == 0 && token < tokens && expert < experts {
+        if lane.is_multiple_of(sharing) && token < tokens && expert < experts {
             let sum = if bias.is_null() { sums[i] } else { sums[i] + bias.load(expert as usize) };
             logits.store(token as usize * experts as usize + expert as usize, sum);
         }

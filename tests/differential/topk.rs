@@ -1,9 +1,11 @@
 //! Choice of experts and weights on inputs, against the reference.
 
-use crate::common::{any_emulator, argument_of, devices, gpu, scale};
+use crate::common::{any_emulator, argument_of, devices, gpu, own_gpu, scale};
 use half::bf16;
 use megamoe::device::{Buffer, DeviceHandle, Emulator};
 use megamoe::diff::Random;
+use megamoe::ops::gate_topk::{GateTopK, GateWeights};
+use megamoe::ops::router::{RouterGemm, RouterGemmStrict};
 use megamoe::ops::topk::{Logits, ScaleRows, TopK};
 use megamoe::reference;
 use megamoe::{Groups, Routing, Scoring};
@@ -141,7 +143,7 @@ fn equals_the_reference() {
                     scale: [1.0, 2.5, -0.75][random.next() as usize % 3],
                 };
                 let bias = (variant % 2 == 1).then(|| bias(&mut random, experts));
-                let tokens = scale(&device, if experts > 600 { 3 } else { 11 }, 3001);
+                let tokens = scale(&device, if experts > 600 { 3 } else { 11 }, (1_000_000 / experts).min(3001));
                 let mut logits: Vec<f32> = (0..tokens).flat_map(|_| row(&mut random, experts)).collect();
                 let narrow = random.next().is_multiple_of(3);
                 let narrowed: Vec<u16> = logits.iter().map(|&l| bf16::from_f32(l).to_bits()).collect();
@@ -325,6 +327,59 @@ fn arguments_are_checked() {
     let empty = floats(&device, 0);
     op.launch(Logits::F32(&empty), None, 0, &ids(&device, 0), &empty).unwrap();
     assert_eq!(run(&op, &device, Logits::F32(&empty), None, 0), (vec![], vec![]));
+}
+
+/// Launches can be captured from the first on, and a replay reads what the buffers hold then.
+#[test]
+fn routers_in_a_graph() {
+    let Some(gpu) = own_gpu() else { return };
+    let device: DeviceHandle = gpu.clone();
+    let (tokens, experts, hidden) = (5, 64, 512);
+    let mut random = Random(41);
+    let mut draw = |len| crate::router::values(&mut random, len, 0);
+    let w = draw(experts * hidden);
+    let gate_codes: Vec<u8> = draw(experts * hidden / 4).into_iter().flat_map(u16::to_le_bytes).collect();
+    let gate_scales = vec![0x38; experts * hidden / 16];
+    let routing = Routing { renormalize: true, ..plain(Scoring::Softmax, 8) };
+    let x = Buffer::from_slice(&device, &draw(tokens * hidden)).unwrap();
+    let weight = Buffer::from_slice(&device, &w).unwrap();
+    let codes = Buffer::from_slice(&device, &gate_codes).unwrap();
+    let scales = Buffer::from_slice(&device, &gate_scales).unwrap();
+    let gate_weights = GateWeights { codes: &codes, scales: &scales, scale2: 0.5 };
+    let logits = Buffer::<f32>::new(&device, tokens * experts).unwrap();
+    let strict_logits = Buffer::<u16>::new(&device, tokens * experts).unwrap();
+    let (router, strict) =
+        (RouterGemm::new(&device, hidden, experts).unwrap(), RouterGemmStrict::new(&device, hidden, experts).unwrap());
+    let choice = TopK::new(&device, experts, routing).unwrap();
+    let gate = GateTopK::new(&device, hidden, experts, 8, true).unwrap();
+    let [first, second, third] = [(); 3].map(|()| outputs(&device, tokens * 8));
+    let graph = gpu
+        .capture(|| {
+            router.launch(&x, &weight, None, tokens, &logits)?;
+            choice.launch(Logits::F32(&logits), None, tokens, &first.0, &first.1)?;
+            strict.launch(&x, &weight, tokens, &strict_logits)?;
+            choice.launch(Logits::Bf16(&strict_logits), None, tokens, &second.0, &second.1)?;
+            gate.launch(&x, gate_weights, tokens, &third.0, &third.1)
+        })
+        .unwrap();
+    for _ in 0..2 {
+        let now = draw(tokens * hidden);
+        x.upload(&now).unwrap();
+        graph.launch().unwrap();
+        let of = |out: &(Buffer<i32>, Buffer<f32>)| {
+            let (mut ids, mut weights) = (out.0.download().unwrap(), bits(&out.1.download().unwrap()));
+            ids.truncate(tokens * 8);
+            weights.truncate(tokens * 8);
+            (ids, weights)
+        };
+        let logits = reference::router_gemm(&now, &w, None, hidden).unwrap();
+        assert_eq!(difference(&wanted(&logits, experts, None, routing), &of(&first), 8), None);
+        let narrow = reference::router_gemm_strict(&now, &w, hidden).unwrap();
+        let logits: Vec<f32> = narrow.into_iter().map(|l| bf16::from_bits(l).to_f32()).collect();
+        assert_eq!(difference(&wanted(&logits, experts, None, routing), &of(&second), 8), None);
+        let result = reference::gate_topk(&now, &gate_codes, &gate_scales, 0.5, hidden, 8, true).unwrap();
+        assert_eq!(difference(&(result.ids, bits(&result.weights)), &of(&third), 8), None);
+    }
 }
 
 /// The comparison notices an exchange of two experts and a last place of a weight.
