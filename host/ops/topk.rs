@@ -204,7 +204,7 @@ impl ScaleRows {
         Ok(ScaleRows { device: device.clone(), hidden, experts, top_k })
     }
 
-    /// Enqueues out[t·top_k + s] = bf16(x[t]·w[t, s]), [M·top_k, hidden]; a row whose id is outside 0..E is +0. Errors name `tokens`, `x`,
+    /// Enqueues `out[t·top_k + s] = bf16(x[t]·w[t, s])`, [M·top_k, hidden]; a row whose id is outside 0..E is +0. Errors name `tokens`, `x`,
     /// `topk_ids`, `topk_weights` or `out`.
     pub fn launch(
         &self,

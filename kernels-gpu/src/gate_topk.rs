@@ -3,7 +3,7 @@
 //! Codes are [E, K/2] with the even element in the low nibble, scales e4m3 [E, K/16] row after row (no swizzle), and one factor
 //! `scale2` belongs to the matrix. A logit is 32 partial sums, that of lane i over the blocks of 16 k number i, i + 32, … ascending,
 //! from +0; in a block byte after byte p = p + (x_even·w_even + x_odd·w_odd), where w = e2m1·(e4m3·scale2), every operation rounded
-//! once. The partials are joined by the tree p[i] + p[i ^ d], d = 16, 8, 4, 2, 1. What follows is `topk` with SelectedSoftmax, or
+//! once. The partials are joined by the tree `p[i] + p[i ^ d]`, d = 16, 8, 4, 2, 1. What follows is `topk` with SelectedSoftmax, or
 //! without the division by the sum.
 //!
 //! A lane's block is eight bytes of codes and a byte of scale, so that a warp reads both in whole sectors; x comes from L1.

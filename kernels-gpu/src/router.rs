@@ -2,7 +2,7 @@
 //! not ours to choose.
 //!
 //! `router_gemm`: f32 logits. A logit is 32 partial sums, that of lane i over k = i, i + 32, … ascending, p = p + x·w from +0, then the
-//! tree p[i] + p[i ^ d] for d = 16, 8, 4, 2, 1, then a bias if there is one. `router_gemm_strict`: one sum over k ascending, rounded to
+//! tree `p[i] + p[i ^ d]` for d = 16, 8, 4, 2, 1, then a bias if there is one. `router_gemm_strict`: one sum over k ascending, rounded to
 //! bf16 at the end.
 //!
 //! Product and sum are rounded apart, so a product costs two instructions: at least 2·M·E·K / (128 lanes · multiprocessors · clock),

@@ -6,7 +6,7 @@
 //! numbers. With groups only the experts of the best groups can be chosen: those with the largest sums of their two best choices.
 //!
 //! Weights: Softmax p, with m the largest logit that is no NaN, and den 32 partial sums of exp(l - m), that of lane i over experts
-//! i, i + 32, … from +0, joined by the tree p[i] + p[i ^ d] for d = 16, 8, 4, 2, 1. SelectedSoftmax exp(l - l of slot 0), over their sum
+//! i, i + 32, … from +0, joined by the tree `p[i] + p[i ^ d]` for d = 16, 8, 4, 2, 1. SelectedSoftmax exp(l - l of slot 0), over their sum
 //! in the order of slots. The others their score. Where they are renormalised they are divided by their sum in the order of slots,
 //! to which Sigmoid and SqrtSoftplus add 1e-20. A row of -inf alone gives 1 / k each. Last comes the factor `scale`.
 //!
