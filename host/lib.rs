@@ -11,7 +11,7 @@
 //! | [`mod@reference`] | what a pass must give, bit for bit |
 //! | [`diff`], [`mod@bench`] | inputs for differential tests, benchmarks |
 //!
-//! In short: [`formats::Nvfp4Experts`] -> [`layer::Layer::new`] -> [`layer::Layer::plan`] -> [`workspace::Workspace::new`] ->
+//! In short: [`formats::Fp4Experts`] -> [`layer::Layer::new`] -> [`layer::Layer::plan`] -> [`workspace::Workspace::new`] ->
 //! [`layer::Layer::forward`]. README.md has a program that does it, docs/bits.md the definition of the results.
 //!
 //! Whatever is outside the limits gives an [`Error`] that names the argument, its value and what is needed.

@@ -1,12 +1,12 @@
 //! Formats and packing. Every expectation here is written down or found by search, not by the code under test.
 
-use megamoe::Error;
-use megamoe::formats::nvfp4::alphas_from_processed;
+use megamoe::formats::fp4::alphas_from_processed;
 use megamoe::formats::quantize::{amax, global_scale, quantize, quantize_expert};
 use megamoe::formats::{
-    ExpertShape, ExpertTensors, GlobalScale, LinearScales, Nvfp4Buffers, Nvfp4Experts, Nvfp4Matrix, SwizzledScales,
-    e2m1, e4m3, float16,
+    ExpertShape, ExpertTensors, Fp4Buffers, Fp4Experts, Fp4Matrix, GlobalScale, LinearScales, SwizzledScales, e2m1,
+    e4m3, float16,
 };
+use megamoe::{Error, WeightFormat};
 use proptest::prelude::*;
 
 /// Magnitudes of E2M1.
@@ -284,13 +284,13 @@ impl Zeros {
         Zeros { rows, cols, codes: vec![(0, first_byte)], scales: vec![], global }
     }
 
-    fn build(&self) -> Nvfp4Matrix<'static> {
+    fn build(&self) -> Fp4Matrix<'static> {
         let mut codes = vec![0; self.rows * self.cols / 2];
         let mut scales = vec![0x38; self.rows * self.cols / 16];
         self.codes.iter().for_each(|&(at, byte)| codes[at] = byte);
         self.scales.iter().for_each(|&(at, byte)| scales[at] = byte);
         let scales = LinearScales::new("scales", self.rows, self.cols / 16, scales).unwrap();
-        Nvfp4Matrix::new(self.rows, self.cols, codes, scales, self.global).unwrap()
+        Fp4Matrix::new(self.rows, self.cols, codes, scales, self.global).unwrap()
     }
 }
 
@@ -301,14 +301,14 @@ fn probe() -> [Zeros; 3] {
     [Zeros::new(I, K, 0x06, ONE), Zeros::new(I, K, 0x01, ONE), Zeros::new(H, I, 0x02, ONE)]
 }
 
-fn pack(parts: &[Zeros; 3]) -> Nvfp4Experts {
+fn pack(parts: &[Zeros; 3]) -> Fp4Experts {
     let [gate, up, down] = parts.each_ref().map(Zeros::build);
-    Nvfp4Experts::pack(&vec![ExpertTensors { gate, up, down }; E]).unwrap()
+    Fp4Experts::pack(&vec![ExpertTensors { gate, up, down }; E]).unwrap()
 }
 
 /// out[0] of one token with x = `x` from k = 0 on, routed to expert 1, read from the packed bytes by the published
 /// layout: [up; gate] rows, low nibble first, 128x4 swizzle.
-fn probe_out(experts: &Nvfp4Experts, x: &[f64]) -> f32 {
+fn probe_out(experts: &Fp4Experts, x: &[f64]) -> f32 {
     let e4m3 = e4m3_magnitudes();
     let dot = |codes: &[u8], scales: &[u8], cols: usize, expert: usize, rows: usize, row: usize, x: &[f64]| -> f64 {
         let blocks = cols / 16;
@@ -377,7 +377,7 @@ fn a5_missing_scales_are_named_with_all_experts() {
         let experts = pack(&probe());
         let shape = experts.shape();
         let alpha1 = alpha1.map(|alpha| [alpha, alpha]).to_vec();
-        Nvfp4Experts::new(shape, Nvfp4Buffers { alpha1, ..experts.into_buffers() })
+        Fp4Experts::new(shape, Fp4Buffers { alpha1, ..experts.into_buffers() })
     };
     match with_alpha1([1.0, 1.0, f32::NAN, f32::INFINITY]).unwrap_err() {
         Error::Experts { name: "alpha1", experts, .. } => assert_eq!(experts, [2, 3]),
@@ -392,7 +392,7 @@ fn a5_missing_scales_are_named_with_all_experts() {
     for (expert, global) in [(1, GlobalScale::Divisor(0.0)), (3, GlobalScale::Divisor(f32::NAN))] {
         experts[expert].up = Zeros::new(I, K, 1, global).build();
     }
-    match Nvfp4Experts::pack(&experts).unwrap_err() {
+    match Fp4Experts::pack(&experts).unwrap_err() {
         Error::Experts { name: "weight_global_scale", experts, problem } => {
             assert_eq!(experts, [1, 3]);
             assert!(problem.contains("up"), "{problem}");
@@ -435,7 +435,10 @@ fn b1_up_comes_first_in_codes_and_scales() {
 fn b5_padding_rule_of_the_scales_is_that_of_the_layout() {
     let shape = ExpertShape { experts: 2, hidden: 64, intermediate: 1856, output: 64 };
     let scales = |rows: usize| SwizzledScales::from_bytes("s13", vec![0; 2 * rows * 4], 2, 3712, 4);
-    let buffers = |s13| Nvfp4Buffers {
+    let buffers = |s13| Fp4Buffers {
+        format: WeightFormat::Nvfp4,
+        b13: None,
+        b2: None,
         w13: vec![0; 2 * 3712 * 32],
         s13,
         alpha1: vec![[1.0; 2]; 2],
@@ -443,11 +446,11 @@ fn b5_padding_rule_of_the_scales_is_that_of_the_layout() {
         s2: SwizzledScales::zeroed("s2", 2, 64, 116).unwrap(),
         alpha2: vec![1.0; 2],
     };
-    Nvfp4Experts::new(shape, buffers(scales(3712).unwrap())).unwrap();
+    Fp4Experts::new(shape, buffers(scales(3712).unwrap())).unwrap();
     let error = scales(3840).unwrap_err();
     assert!(matches!(error, Error::BufferLength { name: "s13", given: 30720, needed: 29696 }), "{error}");
     let wide = SwizzledScales::from_bytes("s13", vec![0; 2 * 3840 * 4], 2, 3840, 4).unwrap();
-    let error = Nvfp4Experts::new(shape, buffers(wide)).unwrap_err();
+    let error = Fp4Experts::new(shape, buffers(wide)).unwrap_err();
     assert!(matches!(error, Error::Argument { name: "s13", .. }) && error.to_string().contains("3840"), "{error}");
 }
 
@@ -463,7 +466,7 @@ fn b7_low_nibble_is_the_even_element() {
 fn wrong_shapes_and_lengths_name_the_argument() {
     let good = pack(&probe());
     let shape = good.shape();
-    let argument = |shape: ExpertShape| match Nvfp4Experts::new(shape, good.clone().into_buffers()).unwrap_err() {
+    let argument = |shape: ExpertShape| match Fp4Experts::new(shape, good.clone().into_buffers()).unwrap_err() {
         Error::Argument { name, .. } => name,
         other => panic!("{other}"),
     };
@@ -478,10 +481,10 @@ fn wrong_shapes_and_lengths_name_the_argument() {
     assert_eq!(argument(ExpertShape { hidden: usize::MAX - 15, ..shape }), "w13");
     assert_eq!(argument(ExpertShape { output: usize::MAX, ..shape }), "w2");
 
-    let with = |change: &dyn Fn(&mut Nvfp4Buffers)| {
+    let with = |change: &dyn Fn(&mut Fp4Buffers)| {
         let mut buffers = good.clone().into_buffers();
         change(&mut buffers);
-        match Nvfp4Experts::new(shape, buffers).unwrap_err() {
+        match Fp4Experts::new(shape, buffers).unwrap_err() {
             Error::BufferLength { name, .. } | Error::Argument { name, .. } | Error::Experts { name, .. } => name,
             other => panic!("{other}"),
         }
@@ -499,11 +502,11 @@ fn wrong_shapes_and_lengths_name_the_argument() {
     let tall = Zeros::new(I + 16, K, 0, ONE).build();
     let expert = ExpertTensors { gate, up, down };
     let odd = ExpertTensors { up: tall, ..expert.clone() };
-    match Nvfp4Experts::pack(&[expert.clone(), odd.clone(), expert, odd]).unwrap_err() {
+    match Fp4Experts::pack(&[expert.clone(), odd.clone(), expert, odd]).unwrap_err() {
         Error::Experts { name: "up", experts, .. } => assert_eq!(experts, [1, 3]),
         other => panic!("{other}"),
     }
-    assert!(Nvfp4Experts::pack(&[]).is_err());
+    assert!(Fp4Experts::pack(&[]).is_err());
 }
 
 // ---- quantiser ----------------------------------------------------------------------------------------------------
@@ -537,7 +540,7 @@ fn quantiser_by_hand() {
 
 #[test]
 fn quantiser_refuses_what_it_cannot_represent() {
-    let argument = |result: megamoe::Result<_>| match result.map(|_: Nvfp4Matrix| ()).unwrap_err() {
+    let argument = |result: megamoe::Result<_>| match result.map(|_: Fp4Matrix| ()).unwrap_err() {
         Error::Argument { name, .. } | Error::BufferLength { name, .. } => name,
         other => panic!("{other}"),
     };
@@ -591,11 +594,11 @@ proptest! {
             let codes: Vec<u8> = (0..rows * cols / 2).map(|_| byte()).collect();
             let scales: Vec<u8> = (0..rows * cols / 16).map(|_| byte()).collect();
             let global = GlobalScale::Multiplier(f32::from(byte()) + 0.5);
-            Nvfp4Matrix::new(rows, cols, codes, LinearScales::new("s", rows, cols / 16, scales).unwrap(), global).unwrap()
+            Fp4Matrix::new(rows, cols, codes, LinearScales::new("s", rows, cols / 16, scales).unwrap(), global).unwrap()
         };
         let tensors: Vec<ExpertTensors> =
             (0..experts).map(|_| ExpertTensors { gate: matrix(i, k), up: matrix(i, k), down: matrix(h, i) }).collect();
-        let packed = Nvfp4Experts::pack(&tensors).unwrap();
+        let packed = Fp4Experts::pack(&tensors).unwrap();
         prop_assert_eq!(packed.shape(), ExpertShape { experts, hidden: k, intermediate: i, output: h });
         for (e, expert) in tensors.iter().enumerate() {
             prop_assert_eq!(&packed.unpack(e), expert);

@@ -5,25 +5,25 @@ use kernels_gpu::layout::scale::{padded_cols, swizzled_offset};
 use megamoe::diff::{Case as Probe, ONE, Random, SHAPE, floats};
 use megamoe::reference::mma::{NAN, mma16};
 use megamoe::reference::{LayerInputs, Mode, Status, combine, fc1, fc2, layer_bound, math, route_prep, sum_bound};
-use megamoe::{Activation, Error, LayerOptions, LayerShape, Order, Split, XType};
+use megamoe::{Activation, Error, Gating, LayerOptions, LayerShape, Order, Split, XType};
 use rayon::prelude::*;
 
 const ACTIVATIONS: [Activation; 2] = [Activation::Bf16, Activation::F16];
 const MODES: [Mode; 2] = [Mode::Exact, Mode::Fast];
 
 fn options(activation: Activation, split: Split) -> LayerOptions {
-    LayerOptions { activation, order: Order::Seed { split }, limit: None }
+    LayerOptions { activation, order: Order::Seed { split }, ..Default::default() }
 }
 
 /// The output of an exact probe, after checking that all splits, activations and modes agree on it and set no status.
 fn answer(probe: &Probe) -> Vec<f32> {
     let mut probe = probe.clone();
-    let limit = probe.options.limit;
+    let gating = probe.options.gating;
     let wanted = probe.run(Mode::Exact).unwrap();
     for activation in ACTIVATIONS {
         for split in Split::ALL {
             for mode in MODES {
-                probe.options = LayerOptions { limit, ..options(activation, split) };
+                probe.options = LayerOptions { gating, ..options(activation, split) };
                 assert_eq!(probe.run(mode).unwrap(), wanted, "{activation:?} {split:?} {mode:?}");
             }
         }
@@ -304,10 +304,10 @@ fn h1_x_above_the_range_of_f16() {
 #[test]
 fn h3_silu_of_a_large_negative_gate() {
     for gate in [-88.0, -89.0, -200.0, -1e30] {
-        let y = math::swiglu(gate, 3.0, None);
+        let y = math::gated(Gating::default(), gate, 3.0);
         assert!(y.abs() <= 1e-35, "{gate}: {y}");
     }
-    assert_eq!(math::swiglu(f32::NEG_INFINITY, 3.0, None).to_bits(), NAN);
+    assert_eq!(math::gated(Gating::default(), f32::NEG_INFINITY, 3.0).to_bits(), NAN);
     let mut probe = Probe::new();
     probe.alpha1 = vec![[1.0, -1e30]; 4];
     assert_first_column(&probe, &[0.0]);
@@ -336,7 +336,7 @@ fn h5_bytes_in_the_padding_of_the_scales() {
 #[test]
 fn h6_clamp() {
     let mut probe = Probe::new();
-    probe.options.limit = Some(1.0);
+    probe.options.gating = Gating::Silu { limit: Some(1.0) };
     probe.set_up(1, 0, 0, 0x6);
     assert_first_column(&probe, &[0.730_468_75]);
     probe.set_up(1, 0, 0, 0xe);
@@ -347,12 +347,12 @@ fn h6_clamp() {
     }
     // A limit that is infinite is no limit; a NaN passes through the clamp.
     let mut probe = Probe::new();
-    probe.options.limit = Some(f32::INFINITY);
+    probe.options.gating = Gating::Silu { limit: Some(f32::INFINITY) };
     assert_first_column(&probe, &[128.0]);
-    assert_eq!(math::swiglu(f32::NAN, 1.0, Some(1.0)).to_bits(), NAN);
-    assert_eq!(math::swiglu(1.0, f32::NAN, Some(1.0)).to_bits(), NAN);
+    assert_eq!(math::gated(Gating::Silu { limit: Some(1.0) }, f32::NAN, 1.0).to_bits(), NAN);
+    assert_eq!(math::gated(Gating::Silu { limit: Some(1.0) }, 1.0, f32::NAN).to_bits(), NAN);
     for limit in [0.0, -1.0, f32::NAN, f32::NEG_INFINITY] {
-        probe.options.limit = Some(limit);
+        probe.options.gating = Gating::Silu { limit: Some(limit) };
         assert_eq!(argument_of(probe.run(Mode::Exact).unwrap_err()), "limit");
     }
 }
@@ -472,7 +472,7 @@ fn route_prep_is_stable_and_splits_at_eight() {
 /// The definition once more, one output at a time: (h, ypart).
 fn by_the_book(probe: &Probe) -> (Vec<u16>, Vec<f32>) {
     let LayerShape { hidden, intermediate, output, experts, top_k } = probe.shape;
-    let LayerOptions { activation, order: Order::Seed { split }, limit } = probe.options;
+    let LayerOptions { activation, order: Order::Seed { split }, gating, .. } = probe.options;
     let weight = |codes: &[u8], scales: &[u8], row: usize, k: usize, cols: usize| -> u16 {
         if k >= cols {
             return 0;
@@ -528,7 +528,7 @@ fn by_the_book(probe: &Probe) -> (Vec<u16>, Vec<f32>) {
             };
             let [alpha_up, alpha_gate] = probe.alpha1[e];
             let (mut u, mut g) = (alpha_up * sum(n), alpha_gate * sum(intermediate + n));
-            if let Some(limit) = limit {
+            if let Some(limit) = gating.limit() {
                 // Comparisons with NaN are false: it stays.
                 g = if g > limit { limit } else { g };
                 u = if u > limit { limit } else { u };
@@ -561,7 +561,8 @@ fn exact_mode_equals_the_definition() {
         for activation in ACTIVATIONS {
             for split in Split::ALL {
                 let mut probe = Probe::random(shape, 3, seed as u64);
-                probe.options = LayerOptions { limit: Some(0.75), ..options(activation, split) };
+                probe.options =
+                    LayerOptions { gating: Gating::Silu { limit: Some(0.75) }, ..options(activation, split) };
                 if seed == 1 {
                     probe.set_x(1, 100, f32::NAN);
                     probe.set_x(2, 271, f32::INFINITY);
@@ -619,7 +620,7 @@ fn fast_mode_stays_within_the_stated_bound() {
         for activation in ACTIVATIONS {
             for limit in [None, Some(0.3)] {
                 let mut probe = Probe::random(shape, 6, 100 + seed as u64);
-                probe.options = LayerOptions { limit, ..options(activation, Split::S4) };
+                probe.options = LayerOptions { gating: Gating::Silu { limit }, ..options(activation, Split::S4) };
                 let bound = layer_bound(&probe.view(), &probe.options, &probe.inputs()).unwrap();
                 let exact = probe.run(Mode::Exact).unwrap().out;
                 let fast = probe.run(Mode::Fast).unwrap().out;

@@ -5,9 +5,9 @@
 //! its tensor cores in [`mma`]. [`Mode::Fast`] sums plainly in f64 and comes with a bound, [`layer_bound`].
 
 mod bound;
+mod fp4;
 pub mod math;
 pub mod mma;
-mod nvfp4;
 
 pub use bound::{layer_bound, sum_bound};
-pub use nvfp4::*;
+pub use fp4::*;

@@ -1,20 +1,22 @@
 //! FC1 with SwiGLU on tables made by hand, against the reference's h, bit for bit.
 
 use crate::common::{Table, any_emulator, cancel_w13, from_tensor_order, gpu, in_tensor_order};
-use cuda_std::kernel::Kernel;
-use kernels_gpu::fc1::{fc1 as family, shared_bytes};
+use cuda_std::kernel::{DeviceRef, Kernel};
+use kernels_gpu::dequant::{Mxfp4, Nvfp4};
+use kernels_gpu::fc1::{SILU, SWIGLU_OAI, fc1 as family, shared_bytes};
 use kernels_gpu::layout::permute::row_stride;
 use kernels_gpu::status;
 use megamoe::device::{Buffer, DeviceHandle, Grid, launch};
 use megamoe::diff::{Case, Family, Random, draw};
 use megamoe::reference::{Mode, Route, convert_x, fc1, math, route_prep};
-use megamoe::{Activation, LayerOptions, LayerShape, Order, Split};
+use megamoe::{Activation, Gating, LayerOptions, LayerShape, Order, Split, WeightFormat};
 
 const UNTOUCHED: u16 = 0xA5A5;
 
-fn kernel(activation: Activation, split: Split) -> Kernel<family::Family> {
+fn kernel(weights: WeightFormat, activation: Activation, split: Split) -> Kernel<family::Family> {
+    let weights = if weights == WeightFormat::Mxfp4 { "mxfp4_" } else { "" };
     let format = if activation == Activation::Bf16 { "bf16" } else { "f16" };
-    let name = format!("fc1_seed_{format}_split{}", split.count());
+    let name = format!("fc1_seed_{weights}{format}_split{}", split.count());
     *family::KERNELS.iter().find(|kernel| kernel.name == name).unwrap()
 }
 
@@ -28,17 +30,23 @@ fn expected(case: &Case, route: &Route, mode: Mode) -> (Vec<u16>, u32) {
 /// The kernel's h, with `UNTOUCHED` where it wrote nothing, and the status.
 fn run(case: &Case, route: &Route, device: &DeviceHandle, blocks: u32, seed: u64) -> (Vec<u16>, u32) {
     let LayerShape { hidden, intermediate, .. } = case.shape;
-    let LayerOptions { activation, order: Order::Seed { split }, limit } = case.options;
+    let LayerOptions { format, activation, order: Order::Seed { split }, gating } = case.options;
     let (x, _) = convert_x(&case.inputs(), &case.shape, activation, route).unwrap();
     let table = Table::new(device, case, route, seed);
     let x = Buffer::from_slice(device, &in_tensor_order(&x, hidden)).unwrap();
     let w13 = Buffer::from_slice(device, &case.w13).unwrap();
     let s13 = Buffer::from_slice(device, &case.s13).unwrap();
+    let b13 = case.b13.as_ref().map(|b13| Buffer::from_slice(device, b13).unwrap());
     let stride = row_stride(intermediate);
     let h = Buffer::from_slice(device, &vec![UNTOUCHED; route.pairs() * stride]).unwrap();
     let status = Buffer::from_slice(device, &[0u32]).unwrap();
-    let kernel = kernel(activation, split);
-    let grid = Grid { blocks, shared_bytes: shared_bytes(split.count() as u32) };
+    let kernel = kernel(format, activation, split);
+    let split = split.count() as u32;
+    let shared_bytes = match format {
+        WeightFormat::Nvfp4 => shared_bytes::<Nvfp4>(split),
+        WeightFormat::Mxfp4 => shared_bytes::<Mxfp4>(split),
+    };
+    let grid = Grid { blocks, shared_bytes };
     device.prepare(kernel.into(), grid.shared_bytes).unwrap();
     let args = family::Args {
         entry_count: table.entry_count.as_ref(),
@@ -47,11 +55,14 @@ fn run(case: &Case, route: &Route, device: &DeviceHandle, blocks: u32, seed: u64
         x: x.as_ref(),
         w13: w13.as_ref(),
         s13: s13.as_ref(),
+        b13: b13.as_ref().map_or(DeviceRef::null(), Buffer::as_ref),
         h: h.as_mut(),
         status: status.as_mut(),
         hidden: hidden as u32,
         intermediate: intermediate as u32,
-        limit: limit.unwrap_or(f32::INFINITY),
+        gating: if matches!(gating, Gating::Silu { .. }) { SILU } else { SWIGLU_OAI },
+        factor: if let Gating::SwigluOai { alpha, .. } = gating { alpha } else { 1.0 },
+        limit: gating.limit().unwrap_or(f32::INFINITY),
     };
     launch(&**device, kernel, grid, args).unwrap();
     let h = h.download().unwrap();
@@ -109,8 +120,8 @@ fn every_kernel_at_every_size() {
             for (hidden, intermediate) in SIZES {
                 let shape = LayerShape { hidden, intermediate, output: 1, experts: 3, top_k: 2 };
                 let mut case = draw(Family::ALL[turn % 7], shape, 5, turn as u64);
-                let limit = (turn % 5 == 0).then_some(0.75);
-                case.options = LayerOptions { activation, order: Order::Seed { split }, limit };
+                let gating = Gating::Silu { limit: (turn % 5 == 0).then_some(0.75) };
+                case.options = LayerOptions { activation, order: Order::Seed { split }, gating, ..case.options };
                 check(&case, &any_emulator(turn), 1 + turn as u32 % 7, turn as u64);
                 gpu().iter().for_each(|gpu| check(&case, gpu, 1 + turn as u32 * 37 % 500, turn as u64));
                 turn += 1;
@@ -128,7 +139,7 @@ fn sums_that_cancel() {
                 let shape = LayerShape { hidden, intermediate: 16, output: 1, experts: 2, top_k: 1 };
                 let mut case = draw(Family::Random, shape, 6, turn as u64);
                 cancel_w13(&mut case);
-                case.options = LayerOptions { activation, order: Order::Seed { split }, limit: None };
+                case.options = LayerOptions { activation, order: Order::Seed { split }, ..case.options };
                 check(&case, &any_emulator(turn + split.count()), 2, 1);
                 gpu().iter().for_each(|gpu| check(&case, gpu, 64, 1));
             }
@@ -207,7 +218,7 @@ fn planted_faults_are_caught() {
     let faults: [(&str, Plant); 4] = [
         ("nibbles swapped", |case| case.w13.iter_mut().for_each(|byte| *byte = byte.rotate_left(4))),
         ("halves swapped", |case| case.w13.chunks_mut(48 * 144).for_each(|expert| expert.rotate_left(24 * 144))),
-        ("no clamp", |case| case.options.limit = Some(0.05)),
+        ("no clamp", |case| case.options.gating = Gating::Silu { limit: Some(0.05) }),
         ("scales of the neighbouring block", |case| case.s13.rotate_left(1)),
     ];
     for (name, plant) in faults {

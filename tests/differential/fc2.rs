@@ -1,19 +1,21 @@
 //! FC2 on tables made by hand, against the reference's weighted results, every bit of the f32.
 
 use crate::common::{Table, any_emulator, gpu, in_tensor_order};
-use cuda_std::kernel::Kernel;
+use cuda_std::kernel::{DeviceRef, Kernel};
+use kernels_gpu::dequant::{Mxfp4, Nvfp4};
 use kernels_gpu::fc2::{fc2 as family, shared_bytes};
 use megamoe::device::{Buffer, DeviceHandle, Grid, launch};
 use megamoe::diff::{Case, Family, Random, draw};
 use megamoe::plan::Fc2Warps;
 use megamoe::reference::{Mode, Route, fc2, math, route_prep};
-use megamoe::{Activation, LayerShape};
+use megamoe::{Activation, LayerShape, WeightFormat};
 
 const UNTOUCHED: u32 = 0xA5A5_A5A5;
 
-fn kernel(activation: Activation, warps: Fc2Warps) -> Kernel<family::Family> {
+fn kernel(weights: WeightFormat, activation: Activation, warps: Fc2Warps) -> Kernel<family::Family> {
+    let weights = if weights == WeightFormat::Mxfp4 { "mxfp4_" } else { "" };
     let format = if activation == Activation::Bf16 { "bf16" } else { "f16" };
-    let name = format!("fc2_seed_{format}_warps{}", warps.count());
+    let name = format!("fc2_seed_{weights}{format}_warps{}", warps.count());
     *family::KERNELS.iter().find(|kernel| kernel.name == name).unwrap()
 }
 
@@ -62,8 +64,13 @@ impl Work {
         let s2 = Buffer::from_slice(device, &case.s2).unwrap();
         // 64 elements behind the last row must stay as they are.
         let y = Buffer::from_slice(device, &vec![f32::from_bits(UNTOUCHED); route.pairs() * output + 64]).unwrap();
-        let kernel = kernel(case.options.activation, warps);
-        let grid = Grid { blocks, shared_bytes: shared_bytes(warps.count()) };
+        let b2 = case.b2.as_ref().map(|b2| Buffer::from_slice(device, b2).unwrap());
+        let kernel = kernel(case.options.format, case.options.activation, warps);
+        let shared_bytes = match case.options.format {
+            WeightFormat::Nvfp4 => shared_bytes::<Nvfp4>(warps.count()),
+            WeightFormat::Mxfp4 => shared_bytes::<Mxfp4>(warps.count()),
+        };
+        let grid = Grid { blocks, shared_bytes };
         device.prepare(kernel.into(), grid.shared_bytes).unwrap();
         let args = family::Args {
             entry_count: table.entry_count.as_ref(),
@@ -72,6 +79,7 @@ impl Work {
             h: h.as_ref(),
             w2: w2.as_ref(),
             s2: s2.as_ref(),
+            b2: b2.as_ref().map_or(DeviceRef::null(), Buffer::as_ref),
             y: y.as_mut(),
             intermediate: intermediate as u32,
             output: output as u32,

@@ -8,7 +8,7 @@ use megamoe::layer::{Hidden, Inputs, Layer};
 use megamoe::plan::{Fc2Warps, Variant};
 use megamoe::reference::{LayerResult, Mode, Status, layer_bound};
 use megamoe::workspace::Workspace;
-use megamoe::{Activation, LayerShape, Order, Split};
+use megamoe::{Activation, Gating, LayerShape, Order, Split};
 
 const fn shape(hidden: usize, intermediate: usize, output: usize, experts: usize, top_k: usize) -> LayerShape {
     LayerShape { hidden, intermediate, output, experts, top_k }
@@ -52,7 +52,7 @@ fn variant(case: Case, number: usize) -> (Case, Variant) {
 fn check_variant(case: Case, number: usize, device: &DeviceHandle, what: &str) {
     let (mut case, variant) = variant(case, number);
     // One case in three is clamped.
-    case.options.limit = (number % 7 < 2).then_some(0.5);
+    case.options.gating = Gating::Silu { limit: (number % 7 < 2).then_some(0.5) };
     let wanted = case.run(Mode::Exact).unwrap();
     let run = |on_device: DeviceCase| {
         if number.is_multiple_of(2) {
