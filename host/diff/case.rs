@@ -176,12 +176,13 @@ impl Case {
         self.b2 = Some(biases(experts * output));
     }
 
-    /// Moves MXFP4 scales into the range that f16 activations need, 2^-23 to 2^13, each byte to one of its own. NaNs stay.
+    /// Moves those MXFP4 scales into the range that f16 activations need, 2^-23 to 2^13, which are outside. NaNs stay.
     pub fn fit_f16(mut self) -> Self {
         if self.options.format == WeightFormat::Mxfp4 {
-            for byte in self.s13.iter_mut().chain(&mut self.s2) {
-                if !(104..=140).contains(byte) && *byte != 0xff {
-                    *byte = 104 + *byte % 37;
+            // What comes to w13 is small: an h that overflows would hide everything else.
+            for (scales, number) in [(&mut self.s13, 21), (&mut self.s2, 37)] {
+                for byte in scales.iter_mut().filter(|byte| !(104..=140).contains(*byte) && **byte != 0xff) {
+                    *byte = 104 + *byte % number;
                 }
             }
         }

@@ -11,7 +11,7 @@ use std::str::FromStr;
 pub enum Family {
     /// Random codes, scales over eight and hidden states over sixteen powers of two; one pair in eight is skipped.
     Random,
-    /// Every code under every block scale but the NaNs (MXFP4: every scale of w2, those of w13 up to 2^7); alphas of both signs, one
+    /// Every code under every block scale but the NaNs (MXFP4: every scale of w2, those of w13 up to 2^-3); alphas of both signs, one
     /// expert's are 0.
     Codes,
     /// Block scales, weights and hidden states at and below the smallest normal numbers of e4m3, f16 and bf16.
@@ -93,7 +93,7 @@ pub fn draw_in(format: WeightFormat, family: Family, shape: LayerShape, tokens: 
 fn codes(case: &mut Case, random: &mut Random) {
     if case.options.format == WeightFormat::Mxfp4 {
         // Small weights harm nobody; large ones of w13 would make every output infinite, those of w2 one column.
-        let (mut first, mut second) = (shuffled((0..=134).collect(), random), shuffled((0..=254).collect(), random));
+        let (mut first, mut second) = (shuffled((0..=124).collect(), random), shuffled((0..=254).collect(), random));
         case.s13.fill_with(|| first.next().expect("a cycle never ends"));
         for expert in 0..case.shape.experts {
             for row in 0..case.shape.output {
@@ -290,9 +290,13 @@ mod tests {
     /// A family that gave only NaN or only zeros would find nothing.
     #[test]
     fn families_are_not_degenerate() {
-        let shape = LayerShape { hidden: 96, intermediate: 32, output: 24, experts: 5, top_k: 3 };
         for format in WeightFormat::ALL {
+            let shape = LayerShape { hidden: SHAPE.hidden.next_multiple_of(format.block()), ..SHAPE };
             for (family, f16) in Family::ALL.into_iter().flat_map(|family| [(family, false), (family, true)]) {
+                // NVFP4 needs no scales moved; extreme hidden states are beyond f16 by intention.
+                if f16 && (format == WeightFormat::Nvfp4 || family == Family::Extreme) {
+                    continue;
+                }
                 let mut case = draw_in(format, family, shape, 12, 7);
                 if f16 {
                     case = case.fit_f16();
@@ -302,8 +306,7 @@ mod tests {
                 let useful = out.iter().filter(|value| value.is_finite() && **value != 0.0).count();
                 let what =
                     format!("{format} {family}, f16 {f16}: {useful} of {} outputs are finite and not 0", out.len());
-                // Hidden states beyond f16 make whole tokens NaN.
-                assert!(useful * 8 >= out.len() || f16 && family == Family::Extreme && useful > 0, "{what}");
+                assert!(useful * 8 >= out.len(), "{what}");
             }
         }
     }

@@ -75,7 +75,10 @@ pub fn layer_bound(view: &Fp4View<'_>, options: &LayerOptions, inputs: &LayerInp
             let weight = if *w == 0.0 { 0.0 } else { w.abs().max(smallest_normal) };
             magnitude += weight * x.magnitude().max(smallest_normal);
         }
-        Near { value, error: error + 2.0 * sum_bound(weights.len(), split, magnitude) }.rounded_f32()
+        // A sum may pass the range on its way and end inside it. Written so that NaN counts as beyond.
+        let error =
+            if magnitude < 3e38 { error + 2.0 * sum_bound(weights.len(), split, magnitude) } else { f64::INFINITY };
+        Near { value, error }.rounded_f32()
     };
     let scaled = |factor: f64, y: Near| Near { value: factor * y.value, error: factor.abs() * y.error }.rounded_f32();
     let biased = |y: Near, bias: Option<f32>| match bias {

@@ -412,7 +412,8 @@ fn gpt_oss_gating_bit_by_bit() {
         for activation in [Activation::Bf16, Activation::F16] {
             let shape = LayerShape { hidden: 32, intermediate: 32, output: 1, experts: pairs.len(), top_k: 1 };
             let mut case = Case::blank_in(format, shape, pairs.len());
-            (case.options.activation, case.options.gating) = (activation, Gating::SwigluOai { alpha: ALPHA, limit });
+            let (order, gating) = (Order::Seed { split: Split::S1 }, Gating::SwigluOai { alpha: ALPHA, limit });
+            case.options = LayerOptions { format, activation, order, gating };
             let mut b13 = vec![0.0; pairs.len() * 64];
             for (expert, &(gate, up)) in pairs.iter().enumerate() {
                 case.topk_ids[expert] = expert as i32;
