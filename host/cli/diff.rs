@@ -363,7 +363,7 @@ fn diff_all(args: &Args, devices: &[Device]) -> Result<Verdict> {
     let mut plan = Vec::new();
     for op in Op::ALL {
         let families: &[Family] = match op {
-            Op::Nvfp4Layer => &Family::ALL,
+            Op::Nvfp4Layer | Op::Mxfp4Layer => &Family::ALL,
             Op::E4m3Decode | Op::E2m1Decode | Op::Swizzle => &[Family::Random],
             _ => &plain,
         };
