@@ -108,7 +108,8 @@ pub fn gemm(gpu: &Arc<Gpu>, options: &GemmOptions, mut report: impl FnMut(&GemmR
         let codes = Arc::new(noise::<u8>(&device, experts * matrix, 1, bandwidth::E4M3_SCALES)?);
         let codes = ExpertTable::split("weights", codes, experts)?;
         let wide = if options.kernels.contains(&GemmKernel::Bf16) { experts * matrix } else { experts };
-        let wide = ExpertTable::split("weights", Arc::new(noise::<u16>(&device, wide, 2, bandwidth::E4M3_SCALES)?), experts)?;
+        let wide =
+            ExpertTable::split("weights", Arc::new(noise::<u16>(&device, wide, 2, bandwidth::E4M3_SCALES)?), experts)?;
         let scale_blocks = hidden.div_ceil(128) * intermediate.div_ceil(128);
         let scales = Arc::new(Buffer::from_slice(&device, &vec![1.0 / 64.0; experts * scale_blocks])?);
         let scales = ExpertTable::split("b_scale", scales, experts)?;

@@ -6,8 +6,8 @@ use super::output::{Progress, say, say_json, say_table, table};
 use clap::Subcommand;
 use comfy_table::{Cell, CellAlignment};
 use megamoe::bench::{
-    self, BenchShape, DecodeOptions, DecodeRow, GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, ReadRow, Recorded, SHAPES,
-    TOKENS,
+    self, BenchShape, DecodeOptions, DecodeRow, GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, ReadRow, Recorded,
+    SHAPES, TOKENS,
 };
 use megamoe::device::{Device, Properties};
 use megamoe::ops::gemm::GemmKernel;
