@@ -176,7 +176,8 @@ impl Layer {
     }
 
     /// Enqueues the layer: out[M, output] bf16. Allocates nothing and waits for nothing, so it can be captured in a graph, which
-    /// may be replayed with other tokens, routings and weights of experts in the same buffers.
+    /// may be replayed with other tokens, routings and weights of experts in the same buffers. (Whoever writes MXFP4 scales there
+    /// keeps them in the range of f16 activations: they are checked when the layer is made.)
     ///
     /// All arguments are checked before anything is launched. Errors name the argument: `tokens` above the plan's, a buffer that
     /// is too short or of another device, a workspace of another plan.

@@ -627,7 +627,7 @@ fn mxfp4_case(family: Family, shape: LayerShape, tokens: usize, activation: Acti
     let gating = [Gating::GPT_OSS, Gating::Silu { limit: Some(0.75) }, Gating::Silu { limit: None }][turn % 3];
     let order = Order::Seed { split: Split::ALL[turn % 4] };
     probe.options = LayerOptions { activation, order, gating, ..probe.options };
-    if turn % 2 == 0 {
+    if turn.is_multiple_of(2) {
         probe.add_biases(turn as u64);
     }
     if activation == Activation::F16 { probe.fit_f16() } else { probe }

@@ -14,7 +14,7 @@ use megamoe::layer::{BiasBuffers, Hidden, Inputs, Layer, WeightLengths};
 use megamoe::plan::{Fc2Warps, MAX_PAIRS, Plan, Variant};
 use megamoe::reference::{Mode, Status};
 use megamoe::workspace::Workspace;
-use megamoe::{Activation, Error, Gating, LayerOptions, LayerShape};
+use megamoe::{Activation, Error, Gating, LayerOptions, LayerShape, WeightFormat};
 
 const NAN: u16 = 0x7FFF;
 
@@ -289,6 +289,43 @@ fn b7_even_k_in_the_low_nibble() {
     assert_first(&case, &[512.0]);
     case.w13[row] = 0x42;
     assert!(wrong(&case, &[512.0]).is_some());
+}
+
+/// The probe in MXFP4, and what a mistake with its blocks of 32 would change.
+#[test]
+fn b_mxfp4_has_a_scale_per_32_k() {
+    let mut case = Case::with_shape_in(WeightFormat::Mxfp4, SHAPE, 1);
+    assert_first(&case, &[128.0]);
+    // The scale of the block behind it, of the row of up, of another expert, and padding: all the same.
+    for (expert, row, block) in [(1, 128, 1), (1, 129, 0), (0, 128, 0)] {
+        case.set_s13(expert, row, block, 0xff);
+    }
+    case.fill_padding(0xff);
+    case.set_gate(1, 1, 0, 0);
+    let mut nan_elsewhere = case.clone();
+    // Row 1 of gate is NaN now: h[1], and with it every output of the token.
+    nan_elsewhere.set_w2(1, 0, 1, 0x2);
+    assert!(wrong(&nan_elsewhere, &[128.0]).is_some());
+    case.set_s13(1, 129, 0, 127);
+    case.set_s13(1, 128, 1, 127);
+    assert_first(&case, &[128.0]);
+    // The last k of a block and the first of the next have scales of their own.
+    for (k, block) in [(31, 0), (32, 1), (1023, 31)] {
+        let mut case = Case::with_shape_in(WeightFormat::Mxfp4, SHAPE, 1);
+        case.set_x(0, 0, 0.0);
+        case.set_x(0, k, 8.0);
+        case.set_gate(1, 0, k, 0x6);
+        case.set_up(1, 0, k, 0x1);
+        case.set_s13(1, 0, block, 126);
+        assert_first(&case, &[64.0]);
+        case.set_s13(1, 0, block, 127);
+        case.set_s13(1, 0, block ^ 1, 126);
+        assert_first(&case, &[128.0]);
+    }
+    // And those of w2, whose I of 128 has four.
+    let mut case = Case::with_shape_in(WeightFormat::Mxfp4, SHAPE, 1);
+    case.set_s2(1, 0, 0, 130);
+    assert_first(&case, &[1024.0]);
 }
 
 /// The probe's weights, but w2 codes for 0.5, 1, 2 and 3 in experts 0 to 3.

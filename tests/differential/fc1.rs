@@ -227,11 +227,13 @@ fn every_mxfp4_code_under_every_scale() {
 /// Sums of which nothing but the roundings remains: any other order of terms gives entirely other bits.
 #[test]
 fn sums_that_cancel() {
-    for (turn, hidden) in [32, 96, 256, 288, 544, 1056, 2880].into_iter().enumerate() {
+    let nvfp4 = [32, 96, 256, 288, 544, 1056, 2880].map(|hidden| (WeightFormat::Nvfp4, hidden, 16));
+    let mxfp4 = [64, 320, 576, 1088, 2880].map(|hidden| (WeightFormat::Mxfp4, hidden, 32));
+    for (turn, (format, hidden, intermediate)) in nvfp4.into_iter().chain(mxfp4).enumerate() {
         for activation in [Activation::Bf16, Activation::F16] {
             for split in Split::ALL {
-                let shape = LayerShape { hidden, intermediate: 16, output: 1, experts: 2, top_k: 1 };
-                let mut case = draw(Family::Random, shape, 6, turn as u64);
+                let shape = LayerShape { hidden, intermediate, output: 1, experts: 2, top_k: 1 };
+                let mut case = draw_in(format, Family::Random, shape, 6, turn as u64);
                 cancel_w13(&mut case);
                 case.options = LayerOptions { activation, order: Order::Seed { split }, ..case.options };
                 check(&case, &any_emulator(turn + split.count()), 2, 1);
@@ -244,20 +246,22 @@ fn sums_that_cancel() {
 /// And so a comparison of cancelling sums notices other splits and plain sums, at almost every element.
 #[test]
 fn another_order_of_sums_is_caught() {
-    let shape = LayerShape { hidden: 2880, intermediate: 32, output: 1, experts: 2, top_k: 1 };
-    let mut case = draw(Family::Random, shape, 6, 3);
-    cancel_w13(&mut case);
-    case.topk_ids.fill(1);
-    let route = route_prep(&case.topk_ids, 1, 2).unwrap();
-    let mut results = vec![expected(&case, &route, Mode::Fast).0];
-    for split in Split::ALL {
-        case.options.order = Order::Seed { split };
-        results.push(expected(&case, &route, Mode::Exact).0);
-    }
-    for (i, a) in results.iter().enumerate() {
-        for b in &results[..i] {
-            let other = a.iter().zip(b).filter(|(a, b)| a != b).count();
-            assert!(other * 2 > a.len(), "{other} of {}", a.len());
+    for format in WeightFormat::ALL {
+        let shape = LayerShape { hidden: 2880, intermediate: 32, output: 1, experts: 2, top_k: 1 };
+        let mut case = draw_in(format, Family::Random, shape, 6, 3);
+        cancel_w13(&mut case);
+        case.topk_ids.fill(1);
+        let route = route_prep(&case.topk_ids, 1, 2).unwrap();
+        let mut results = vec![expected(&case, &route, Mode::Fast).0];
+        for split in Split::ALL {
+            case.options.order = Order::Seed { split };
+            results.push(expected(&case, &route, Mode::Exact).0);
+        }
+        for (i, a) in results.iter().enumerate() {
+            for b in &results[..i] {
+                let other = a.iter().zip(b).filter(|(a, b)| a != b).count();
+                assert!(other * 2 > a.len(), "{format}: {other} of {}", a.len());
+            }
         }
     }
 }

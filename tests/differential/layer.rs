@@ -5,7 +5,7 @@ use crate::common::{
 };
 use cuda_std::arch::ArchId;
 use megamoe::device::{Buffer, DeviceHandle};
-use megamoe::diff::{Case, DeviceCase, Family, Random, draw, draw_in, floats};
+use megamoe::diff::{Case, DeviceCase, DrawOptions, Family, Op, Random, draw, draw_in, draw_op, floats};
 use megamoe::layer::{BiasBuffers, Hidden, Inputs, Layer};
 use megamoe::plan::{Fc2Warps, Plan, Variant};
 use megamoe::reference::{LayerResult, Mode, Status, layer_bound};
@@ -633,4 +633,30 @@ fn mxfp4_arguments_are_named() {
     infinite.b2.as_mut().unwrap()[3] = f32::INFINITY;
     assert_eq!(named(infinite.on(&device).unwrap_err()), "b2");
     assert_eq!(named(infinite.run(Mode::Exact).unwrap_err()), "b2");
+}
+
+/// What joins gate and up, of every kind of f32, NaN and infinities too, through the layer's kernels.
+#[test]
+fn gatings_of_every_kind_of_number() {
+    for (turn, family) in [Family::Random, Family::Subnormal, Family::Special, Family::Extreme].into_iter().enumerate()
+    {
+        for gating in [
+            Gating::GPT_OSS,
+            Gating::SwigluOai { alpha: 1.702, limit: f32::INFINITY },
+            Gating::SwigluOai { alpha: -2.5, limit: 20.0 },
+            Gating::SwigluOai { alpha: 0.0, limit: f32::INFINITY },
+            Gating::Silu { limit: None },
+        ] {
+            let options = LayerOptions { gating, ..Default::default() };
+            let shape = shape(16, 16, 1, 1, 1);
+            let draw = DrawOptions { family, shape, tokens: 250, options, biases: false };
+            let case = draw_op(Op::Swiglu, &draw, turn as u64).unwrap();
+            let wanted = case.on_cpu().unwrap();
+            for device in std::iter::once(any_emulator(turn)).chain(gpu()) {
+                let got = case.on_device(&device).unwrap();
+                let wrong = wanted.bits.iter().zip(&got.bits).position(|(wanted, got)| wanted != got);
+                assert_eq!(wrong, None, "{family} {gating:?}");
+            }
+        }
+    }
 }
