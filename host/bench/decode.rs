@@ -5,9 +5,9 @@ use super::timing::{ROTATION, noise, time};
 use crate::device::{Buffer, DeviceHandle, Gpu, Grid, launch};
 use crate::diff::Random;
 use crate::error::Result;
-use crate::layer::{Hidden, Inputs, Layer, Stage, WeightLengths};
+use crate::layer::{BiasBuffers, Hidden, Inputs, Layer, Stage, WeightLengths};
 use crate::plan::{Fc2Warps, Plan, Variant, choose_variant};
-use crate::types::{Activation, LayerOptions, LayerShape, Order, Split};
+use crate::types::{Activation, LayerOptions, LayerShape, Order, Split, WeightFormat};
 use crate::workspace::Workspace;
 use kernels_gpu::bandwidth;
 use serde::Serialize;
@@ -27,7 +27,7 @@ pub struct DecodeOptions {
     pub activations: Vec<Activation>,
     /// Splits.
     pub splits: Vec<Split>,
-    /// Warps of a block of FC2; empty for the plan's own choice.
+    /// Warps of a block of FC2; empty for the plan's own choice. Those that a format has no kernel for are left out.
     pub fc2_warps: Vec<Fc2Warps>,
     /// Also time each kernel alone.
     pub stages: bool,
@@ -88,7 +88,7 @@ pub fn read_floor(gpu: &Arc<Gpu>) -> Result<Vec<ReadRow>> {
     let kernel = bandwidth::read::read_bytes;
     device.prepare(kernel.into(), 0)?;
     let sink = Buffer::<u32>::new(&device, 1)?;
-    let memory = noise::<u8>(&device, 2 << 30, 1, false)?;
+    let memory = noise::<u8>(&device, 2 << 30, 1, bandwidth::ANY)?;
     let mut rows = Vec::new();
     for megabytes in [21, 85, 512] {
         let blocks = megabytes * 1_000_000 / bandwidth::BLOCK_BYTES;
@@ -144,19 +144,29 @@ impl Batch {
     }
 }
 
-fn random_layer(device: &DeviceHandle, shape: LayerShape, seed: u32) -> Result<Layer> {
-    let len = WeightLengths::of(&shape)?;
+fn random_layer(device: &DeviceHandle, bench: &BenchShape, shape: LayerShape, seed: u32) -> Result<Layer> {
+    let &BenchShape { format, gating, biases, .. } = bench;
+    let len = WeightLengths::of(&shape, format)?;
     // Keeps gate, up and the output near 1.
-    let alpha = |width: usize| 0.5 / (width as f32).sqrt();
+    let alpha = |width: usize| match format {
+        WeightFormat::Nvfp4 => 0.5 / (width as f32).sqrt(),
+        WeightFormat::Mxfp4 => 1.0,
+    };
+    let scales = match format {
+        WeightFormat::Nvfp4 => bandwidth::E4M3_SCALES,
+        WeightFormat::Mxfp4 => bandwidth::E8M0_SCALES,
+    };
+    let bias = |len: usize| biases.then(|| Buffer::from_slice(device, &vec![0.25; len])).transpose();
     Layer::from_buffers(
         shape,
-        LayerOptions::default(),
-        noise(device, len.w13, seed, false)?,
-        noise(device, len.s13, seed + 1, true)?,
+        LayerOptions { format, gating, ..Default::default() },
+        noise(device, len.w13, seed, bandwidth::ANY)?,
+        noise(device, len.s13, seed + 1, scales)?,
         Buffer::from_slice(device, &vec![alpha(shape.hidden); len.alpha1])?,
-        noise(device, len.w2, seed + 2, false)?,
-        noise(device, len.s2, seed + 3, true)?,
+        noise(device, len.w2, seed + 2, bandwidth::ANY)?,
+        noise(device, len.s2, seed + 3, scales)?,
         Buffer::from_slice(device, &vec![alpha(shape.intermediate); len.alpha2])?,
+        BiasBuffers { b13: bias(len.b13)?, b2: bias(len.b2)? },
     )
 }
 
@@ -172,7 +182,7 @@ pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&D
             experts: bench.experts,
             top_k: bench.top_k,
         };
-        let mut layers = vec![random_layer(&device, shape, 1)?];
+        let mut layers = vec![random_layer(&device, bench, shape, 1)?];
         let per_expert = layers[0].bytes_per_expert();
         for &tokens in &options.tokens {
             let mut random = Random(options.seed + tokens as u64);
@@ -182,18 +192,23 @@ pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&D
             let active = experts as f64 * per_expert as f64;
             let sets = ((ROTATION as f64 / active).ceil() as usize + 1).clamp(2, CALLS);
             while layers.len() < sets {
-                layers.push(random_layer(&device, shape, 1 + 4 * layers.len() as u32)?);
+                layers.push(random_layer(&device, bench, shape, 1 + 4 * layers.len() as u32)?);
             }
             let out = Buffer::<u16>::new(&device, tokens * shape.output)?;
             for &activation in &options.activations {
                 for &split in &options.splits {
-                    let arithmetic = LayerOptions { activation, order: Order::Seed { split }, limit: None };
+                    let usual = LayerOptions { format: bench.format, gating: bench.gating, ..Default::default() };
+                    let arithmetic = LayerOptions { activation, order: Order::Seed { split }, ..usual };
                     let layers =
                         layers.iter().map(|layer| layer.with_options(arithmetic)).collect::<Result<Vec<_>>>()?;
                     let own = choose_variant(&shape, tokens, device.properties());
                     let variants = match options.fc2_warps.as_slice() {
                         [] => vec![own],
-                        warps => warps.iter().map(|&fc2_warps| Variant { fc2_warps }).collect(),
+                        warps => warps
+                            .iter()
+                            .map(|&fc2_warps| Variant { fc2_warps })
+                            .filter(|variant| bench.format == WeightFormat::Nvfp4 || *variant == own)
+                            .collect(),
                     };
                     for variant in variants {
                         let plan = Plan::with_variant(&device, shape, arithmetic, tokens, variant)?;
@@ -222,7 +237,7 @@ pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&D
                             activation: if activation == Activation::Bf16 { "bf16" } else { "f16" },
                             split: split.count(),
                             fc2_warps: variant.fc2_warps.count(),
-                            default: arithmetic == LayerOptions::default() && variant == own,
+                            default: arithmetic == usual && variant == own,
                             microseconds,
                             experts,
                             bytes: active,

@@ -1,6 +1,8 @@
 //! Figures of other implementations, measured on one H200 (driver 580.159, CUDA 13.0) with the protocol of this module: the times that
 //! a decode layer is compared with.
 
+use crate::types::{Gating, WeightFormat};
+
 /// Numbers of tokens in the tables.
 pub const TOKENS: [usize; 8] = [1, 2, 4, 8, 16, 32, 64, 128];
 
@@ -35,25 +37,34 @@ pub struct BenchShape {
     pub experts: usize,
     /// Experts of a token.
     pub top_k: usize,
-    /// What others reached.
-    pub recorded: Recorded,
+    /// Format of the weights.
+    pub format: WeightFormat,
+    /// What joins gate and up.
+    pub gating: Gating,
+    /// Whether the experts have biases.
+    pub biases: bool,
+    /// What others reached, where it is recorded.
+    pub recorded: Option<Recorded>,
 }
 
 /// All shapes of the decode table.
-pub const SHAPES: [BenchShape; 6] = [
+pub const SHAPES: [BenchShape; 7] = [
     BenchShape {
         name: "qwen3_30b",
         hidden: 2048,
         intermediate: 768,
         experts: 128,
         top_k: 8,
-        recorded: Recorded {
+        format: WeightFormat::Nvfp4,
+        gating: Gating::Silu { limit: None },
+        biases: false,
+        recorded: Some(Recorded {
             experts: [8.0, 15.2, 28.8, 51.8, 85.5, 111.4, 126.0, 128.0],
             read_floor: [6.3, 10.5, 18.3, 31.9, 51.6, 66.6, 75.0, 76.1],
             cuda: [27.4, 38.0, 60.3, 93.5, 139.1, 181.5, 230.3, 340.8],
             best: [27.4, 38.0, 54.7, 78.9, 114.3, 141.1, 157.2, 168.1],
             best_name: ["CUDA seed", "CUDA seed", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin"],
-        },
+        }),
     },
     BenchShape {
         name: "glm45_air",
@@ -61,13 +72,16 @@ pub const SHAPES: [BenchShape; 6] = [
         intermediate: 1408,
         experts: 128,
         top_k: 8,
-        recorded: Recorded {
+        format: WeightFormat::Nvfp4,
+        gating: Gating::Silu { limit: None },
+        biases: false,
+        recorded: Some(Recorded {
             experts: [8.0, 15.2, 28.8, 51.8, 85.5, 111.4, 126.0, 128.0],
             read_floor: [18.6, 33.9, 63.1, 112.2, 183.4, 238.3, 269.2, 273.4],
             cuda: [64.3, 98.4, 163.7, 274.3, 434.2, 574.5, 700.6, 1019.2],
             best: [55.4, 80.8, 130.2, 208.6, 327.3, 415.1, 478.9, 508.2],
             best_name: ["Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin"],
-        },
+        }),
     },
     BenchShape {
         name: "k4096_i1024",
@@ -75,13 +89,16 @@ pub const SHAPES: [BenchShape; 6] = [
         intermediate: 1024,
         experts: 128,
         top_k: 8,
-        recorded: Recorded {
+        format: WeightFormat::Nvfp4,
+        gating: Gating::Silu { limit: None },
+        biases: false,
+        recorded: Some(Recorded {
             experts: [8.0, 15.1, 28.9, 51.7, 85.7, 111.5, 126.1, 128.0],
             read_floor: [14.0, 25.2, 46.7, 81.8, 134.4, 174.1, 196.5, 199.5],
             cuda: [45.4, 74.0, 123.4, 199.9, 318.6, 421.3, 524.9, 765.2],
             best: [44.5, 65.5, 103.5, 160.8, 248.7, 315.9, 362.0, 384.2],
             best_name: ["Humming", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin"],
-        },
+        }),
     },
     BenchShape {
         name: "qwen3_235b",
@@ -89,13 +106,16 @@ pub const SHAPES: [BenchShape; 6] = [
         intermediate: 1536,
         experts: 128,
         top_k: 8,
-        recorded: Recorded {
+        format: WeightFormat::Nvfp4,
+        gating: Gating::Silu { limit: None },
+        biases: false,
+        recorded: Some(Recorded {
             experts: [8.0, 15.2, 28.8, 51.8, 85.5, 111.4, 126.0, 128.0],
             read_floor: [20.1, 36.7, 68.7, 122.2, 199.8, 259.7, 293.5, 298.1],
             cuda: [66.7, 104.7, 176.7, 295.9, 468.5, 618.2, 751.6, 1077.1],
             best: [55.8, 84.6, 138.7, 224.5, 352.9, 451.1, 520.2, 554.1],
             best_name: ["Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin"],
-        },
+        }),
     },
     BenchShape {
         name: "dsv3_tp8",
@@ -103,13 +123,16 @@ pub const SHAPES: [BenchShape; 6] = [
         intermediate: 256,
         experts: 256,
         top_k: 8,
-        recorded: Recorded {
+        format: WeightFormat::Nvfp4,
+        gating: Gating::Silu { limit: None },
+        biases: false,
+        recorded: Some(Recorded {
             experts: [8.0, 15.8, 30.3, 56.6, 101.8, 162.9, 221.1, 252.5],
             read_floor: [7.1, 12.4, 22.3, 39.8, 70.8, 112.2, 151.4, 172.5],
             cuda: [37.0, 48.1, 72.8, 122.3, 214.5, 347.4, 523.4, 765.3],
             best: [33.9, 48.1, 67.6, 101.3, 159.6, 240.6, 317.0, 367.1],
             best_name: ["Humming", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin"],
-        },
+        }),
     },
     BenchShape {
         name: "dsv3_full",
@@ -117,13 +140,27 @@ pub const SHAPES: [BenchShape; 6] = [
         intermediate: 2048,
         experts: 256,
         top_k: 8,
-        recorded: Recorded {
+        format: WeightFormat::Nvfp4,
+        gating: Gating::Silu { limit: None },
+        biases: false,
+        recorded: Some(Recorded {
             experts: [8.0, 15.8, 30.3, 56.7, 102.6, 162.9, 222.7, 252.4],
             read_floor: [45.3, 87.5, 165.9, 307.9, 555.4, 879.8, 1201.1, 1361.1],
             cuda: [138.2, 240.8, 431.0, 776.2, 1374.9, 2219.5, 3079.0, 3679.8],
             best: [97.7, 165.4, 294.1, 516.6, 922.5, 1479.3, 2067.0, 2316.7],
             best_name: ["Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin", "Marlin"],
-        },
+        }),
+    },
+    BenchShape {
+        name: "gptoss_120b",
+        hidden: 2880,
+        intermediate: 2880,
+        experts: 128,
+        top_k: 4,
+        format: WeightFormat::Mxfp4,
+        gating: Gating::GPT_OSS,
+        biases: true,
+        recorded: None,
     },
 ];
 

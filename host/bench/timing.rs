@@ -34,8 +34,8 @@ pub(super) fn sets(bytes: usize, least: usize, most: usize) -> usize {
     (ROTATION.div_ceil(bytes.max(1)) + 1).clamp(least, most)
 }
 
-/// A buffer of noise, made on the device: any bytes, or with `scales` those of e4m3 block scales.
-pub(super) fn noise<T: Element>(device: &DeviceHandle, len: usize, seed: u32, scales: bool) -> Result<Buffer<T>> {
+/// A buffer of noise, made on the device; see [`bandwidth::fill`] for what its bytes are.
+pub(super) fn noise<T: Element>(device: &DeviceHandle, len: usize, seed: u32, bytes_are: u32) -> Result<Buffer<T>> {
     let bytes = len * size_of::<T>();
     let buffer = Buffer::<T>::new(device, len.next_multiple_of(16))?;
     let words = bytes.next_multiple_of(16) / 4;
@@ -45,7 +45,7 @@ pub(super) fn noise<T: Element>(device: &DeviceHandle, len: usize, seed: u32, sc
         &**device,
         kernel,
         Grid { blocks: 1024, shared_bytes: 0 },
-        bandwidth::fill::Args { to: buffer.part(0, words), words: words as u64, seed, scales: scales.into() },
+        bandwidth::fill::Args { to: buffer.part(0, words), words: words as u64, seed, bytes_are },
     )?;
     Ok(buffer)
 }

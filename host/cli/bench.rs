@@ -6,8 +6,8 @@ use super::output::{Progress, say, say_json, say_table, table};
 use clap::Subcommand;
 use comfy_table::{Cell, CellAlignment};
 use megamoe::bench::{
-    self, BenchShape, DecodeOptions, DecodeRow, GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, ReadRow, RouterOperation,
-    RouterOptions, RouterRow, SHAPES, TOKENS,
+    self, BenchShape, DecodeOptions, DecodeRow, GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, ReadRow, Recorded,
+    RouterOperation, RouterOptions, RouterRow, SHAPES, TOKENS,
 };
 use megamoe::device::{Device, Properties};
 use megamoe::ops::gemm::GemmKernel;
@@ -234,10 +234,10 @@ fn gemm(args: &GemmArgs) -> Result<Verdict> {
 fn decode(args: &DecodeArgs) -> Result<Verdict> {
     let shapes: Vec<_> = SHAPES.iter().map(|shape| (shape.name.to_owned(), *shape)).collect();
     if args.list {
-        let mut out = table(["shape", "hidden", "intermediate", "experts", "top-k"]);
+        let mut out = table(["shape", "weights", "hidden", "intermediate", "experts", "top-k"]);
         for shape in SHAPES {
             let sizes = [shape.hidden, shape.intermediate, shape.experts, shape.top_k].map(|size| size.to_string());
-            out.add_row(std::iter::once(shape.name.to_owned()).chain(sizes));
+            out.add_row([shape.name, shape.format.name()].map(str::to_owned).into_iter().chain(sizes));
         }
         say_table(&out);
         return Ok(Verdict::Agreed);
@@ -274,8 +274,10 @@ fn decode(args: &DecodeArgs) -> Result<Verdict> {
     // The read bandwidth that shares refer to: the largest of the three sizes.
     let bandwidth = read.iter().map(|row| row.bytes as f32 / row.microseconds).fold(0.0, f32::max);
     for shape in &options.shapes {
-        let BenchShape { name, hidden, intermediate, experts, top_k, .. } = *shape;
-        say(format!("\n{name}: hidden {hidden}, intermediate {intermediate}, experts {experts}, top-{top_k}"));
+        let BenchShape { name, format, hidden, intermediate, experts, top_k, .. } = *shape;
+        say(format!(
+            "\n{name}: {format}, hidden {hidden}, intermediate {intermediate}, experts {experts}, top-{top_k}"
+        ));
         say_table(&decode_table(shape, rows.iter().filter(|row| row.shape == name), bandwidth, options.stages));
     }
     say(
@@ -367,9 +369,10 @@ fn decode_table<'a>(
     out.set_header(heads);
     for row in rows {
         let rate = row.bytes as f32 / row.microseconds;
-        let recorded = |figures: &[f32; 8]| BenchShape::column(row.tokens).map(|column| figures[column]);
-        let (floor, cuda, best) =
-            (recorded(&shape.recorded.read_floor), recorded(&shape.recorded.cuda), recorded(&shape.recorded.best));
+        let recorded = |figures: fn(&Recorded) -> [f32; 8]| {
+            Some(figures(shape.recorded.as_ref()?)[BenchShape::column(row.tokens)?])
+        };
+        let (floor, cuda, best) = (recorded(|all| all.read_floor), recorded(|all| all.cuda), recorded(|all| all.best));
         let ratio = |value: Option<f32>| value.map_or("-".into(), |value| format!("{value:.2}"));
         let time = |value: Option<f32>| value.map_or("-".into(), |value| format!("{value:.1}"));
         let mut cells = vec![

@@ -3,8 +3,8 @@
 //! | file | operation | kernels |
 //! |---|---|---|
 //! | [`route_prep`] | routing table from top-k ids, activations into tensor-core order | one per pair of input and activation type |
-//! | [`fc1`] | gate and up projections with SwiGLU | activation x K split |
-//! | [`fc2`] | down projection, one row of partial results a pair | activation x warps a block |
+//! | [`fc1`] | gate and up projections, joined | weights x activation x K split |
+//! | [`fc2`] | down projection, one row of partial results a pair | weights x activation x warps a block |
 //! | [`gemm`] | grouped GEMMs over tables of weights: FP8 and BF16 experts | activation x weights x tile |
 //! | [`combine`] | sum over a token's experts | one |
 //! | [`router`] | router projection, f32 or strictly ordered | by the tile of a block |
