@@ -10,6 +10,11 @@
 //! | [`router`] | router projection, f32 or strictly ordered | by the tile of a block |
 //! | [`gate_topk`] | NVFP4 router, with or without the choice of experts | fused, and logits alone |
 //! | [`topk`] | experts and weights of a token from its logits; weights on inputs | by the number of experts |
+//! | [`sort`] | rows by expert, from top-k ids | count and place |
+//! | [`worklist`] | tiles of a grouped GEMM | two item formats |
+//! | [`quant`] | bf16 to e4m3 with a scale per 128 | any columns, or whole vectors |
+//! | [`silu_mul`] | gated activation, alone or with the quantiser | gating x columns |
+//! | [`unpermute`] | sum over a token's experts at sorted rows, and the shared expert | sum, blend, both |
 //! | [`bandwidth`] | reads, copies and noise for benchmarks | three |
 //!
 //! Shared pieces: [`stream`] moves weight tiles through shared memory, [`tensor`] is the inner loop, [`dequant`] turns codes and scales into mma operands,
@@ -24,12 +29,17 @@ pub mod fc2;
 pub mod gate_topk;
 pub mod gemm;
 pub mod layout;
+pub mod quant;
 pub mod route_prep;
 pub mod router;
 pub mod schedule;
+pub mod silu_mul;
+pub mod sort;
 pub mod stream;
 pub mod tensor;
 pub mod topk;
+pub mod unpermute;
+pub mod worklist;
 
 #[cfg(target_arch = "nvptx64")]
 #[panic_handler]
