@@ -9,5 +9,13 @@ pub mod gate_topk;
 pub mod gemm;
 pub mod router;
 pub mod topk;
+pub mod quant;
+mod rows;
+pub mod silu_mul;
+pub mod sort;
+pub mod unpermute;
+pub mod worklist;
 
-pub use experts::ExpertTable;
+pub use experts::{Addresses, ExpertTable};
+pub use rows::Rows;
+use rows::{check_columns, check_rows};

@@ -120,7 +120,11 @@ impl Place {
         rows: u32,
         cols: u32,
     ) {
-        let values = words.map(|word| [bf16_to_f32(word as u16), f32::from_bits(word & 0xFFFF_0000)]);
+        // Negated, as `Scale::divide` wants them.
+        let values = words.map(|word| {
+            let word = word ^ 0x8000_8000;
+            [bf16_to_f32(word as u16), f32::from_bits(word & 0xFFFF_0000)]
+        });
         // f32::max drops a NaN.
         let largest = values.map(|[low, high]| low.abs().max(high.abs()));
         let mut amax = 0.0f32.max(largest[0]).max(largest[1]).max(largest[2]).max(largest[3]);
@@ -165,31 +169,39 @@ impl Place {
 #[derive(Clone, Copy)]
 struct Scale {
     value: f32,
-    reciprocal: f32,
+    negated_reciprocal: f32,
     divisor: f32,
 }
 
 impl Scale {
+    /// amax / 448, at least 1e-12.
+    ///
+    /// 1/448 is the sum of two f32 within 2^-56, so the fused sum is the correctly rounded quotient: sevenths lie no nearer to the
+    /// middle between two f32 than 1/14 of their distance. Both parts are positive, which keeps an infinity.
     #[inline(always)]
     fn of(amax: f32) -> Self {
-        let quotient = amax / 448.0;
+        const HIGH: f32 = f32::from_bits(0x3B12_4924);
+        const LOW: f32 = ((1.0 - 448.0 * HIGH as f64) / 448.0) as f32;
+        const { assert!(LOW > 0.0 && LOW < 2e-10) };
+        let quotient = fma(amax, HIGH, amax * LOW);
         let value = if quotient < 1e-12 { 1e-12 } else { quotient };
         // With an infinite scale the reciprocal is 0, and the correction below must not meet 0·inf.
-        Scale { value, reciprocal: 1.0 / value, divisor: if value == f32::INFINITY { 1.0 } else { value } }
+        let divisor = if value == f32::INFINITY { 1.0 } else { value };
+        Scale { value, negated_reciprocal: -(1.0 / value), divisor }
     }
 
-    /// A value with the e4m3 code of a / scale, in three instructions: the product with the reciprocal, corrected once by its
-    /// exact remainder.
+    /// A value with the e4m3 code of a / scale, from -a, in three instructions: the product with the reciprocal, corrected once by
+    /// its remainder.
     ///
     /// That the code is the same is a finite statement. A scale is (bf16 magnitude) / 448 or 1e-12, so it has one of 129
-    /// significands; a has one of 128. Nothing below is subnormal or overflows where a is at least 2^-10 scales, hence all
-    /// operations commute with powers of two, and only the exponent difference remains, 0 to 20: below, every code is ±0. The
-    /// tests go through all combinations. Signs: a zero keeps its own, since the remainder of ±0 is +0 and enters negated.
+    /// significands; a has one of 128. Nothing here is subnormal or overflows where a is at least 2^-10 scales, hence all
+    /// operations commute with powers of two, and only the exponents' difference remains, of which 20 values matter: below,
+    /// every code is ±0. The tests go through all combinations. A zero keeps its sign, since its remainder is +0 and enters negated.
     #[inline(always)]
-    fn divide(self, a: f32) -> f32 {
-        let product = a * self.reciprocal;
-        let excess = fma(product, self.divisor, -a);
-        fma(-excess, self.reciprocal, product)
+    fn divide(self, negated: f32) -> f32 {
+        let product = negated * self.negated_reciprocal;
+        let excess = fma(product, self.divisor, negated);
+        fma(excess, self.negated_reciprocal, product)
     }
 }
 
