@@ -32,9 +32,6 @@ pub fn prepare(device: &DeviceHandle) -> Result<()> {
 
 /// What kernels want to know of a gating: which of three, alpha and limit.
 fn parameters(gating: Gating) -> Result<(usize, f32, f32)> {
-    let positive = |name, value: f32, needed: &str| {
-        if value > 0.0 && value.is_finite() { Ok(value) } else { Err(Error::argument(name, value, needed)) }
-    };
     match gating {
         Gating::Silu { limit: None } => Ok((0, 1.0, f32::INFINITY)),
         Gating::Silu { limit: Some(limit) } if limit.is_nan() || limit <= 0.0 => {
@@ -44,7 +41,10 @@ fn parameters(gating: Gating) -> Result<(usize, f32, f32)> {
         Gating::SwigluOai { limit, .. } if limit.is_nan() || limit <= 0.0 => {
             Err(Error::argument("limit", limit, "a positive number"))
         }
-        Gating::SwigluOai { alpha, limit } => Ok((2, positive("alpha", alpha, "a positive number")?, limit)),
+        Gating::SwigluOai { alpha, .. } if alpha == 0.0 || !alpha.is_finite() => {
+            Err(Error::argument("alpha", alpha, "a finite number other than 0"))
+        }
+        Gating::SwigluOai { alpha, limit } => Ok((2, alpha, limit)),
     }
 }
 

@@ -95,8 +95,8 @@ pub fn enqueue_with_blocks(
             return Err(Error::argument("n_tiles", n_tiles, format!("at most {PACKED_TILES} in a packed list")));
         }
         if pairs.div_ceil(m_tile) > 1 << 26 {
-            let needed = format!("at least {}: a packed list has less than 2^26 m-tiles", pairs.div_ceil(1 << 26));
-            return Err(Error::argument("m_tile", m_tile, needed));
+            let needed = format!("a packed list of at most 2^26 m-tiles: {pairs} rows are more, by {m_tile}");
+            return Err(Error::argument("n_tiles", n_tiles, needed));
         }
     }
     let capacity = capacity(pairs, experts, n_tiles, m_tile)

@@ -136,7 +136,7 @@ impl Routed {
             let weights = [0, 1, 2, 3, 4, 5, 6, 7]
                 .map(|i| if used[i] { self.weights.load(first + slot as usize + i) } else { 0.0 });
             let values = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| {
-                let at = rows[i] as usize * self.output as usize + column as usize;
+                let at = rows[i] as u32 as usize * self.output as usize + column as usize;
                 if used[i] { load8(self.y, at, wide) } else { [0; 4] }
             });
             let mut i = 0;
