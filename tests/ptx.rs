@@ -16,6 +16,7 @@ include!(concat!(env!("OUT_DIR"), "/ptx_modules.rs"));
 /// Registers that a kernel whose name starts so may use, on any architecture. The kernels that stream weights need
 /// 16 warps on a multiprocessor, hence 128; the others are short and must not hold back occupancy.
 const REGISTER_CEILINGS: [(&str, u32); 13] = [
+const REGISTER_CEILINGS: [(&str, u32); 14] = [
     ("combine", 64),
     ("copy", 64),
     ("fc1", 128),
@@ -29,6 +30,13 @@ const REGISTER_CEILINGS: [(&str, u32); 13] = [
     ("scale_rows", 64),
     ("topk_512", 80),
     ("topk", 64),
+    ("blend", 64),
+    ("per_token_group_quant", 64),
+    ("silu_mul", 64),
+    ("sort", 64),
+    ("tile_worklist", 64),
+    ("unpermute", 80),
+    ("weighted_sum_blend", 80),
 ];
 
 /// Threads and least resident blocks of a kernel.
@@ -73,6 +81,16 @@ fn declared() -> BTreeMap<&'static str, Bounds> {
         router::router_gemm_strict,
         topk::scale_rows,
         topk::topk,
+        quant::per_token_group_quant_fp8,
+        route_prep::route_prep,
+        silu_mul::silu_mul,
+        silu_mul::silu_mul_quant_fp8,
+        sort::sort_by_expert,
+        sort::sort_count,
+        unpermute::blend,
+        unpermute::unpermute_blend,
+        unpermute::unpermute_reduce,
+        worklist::tile_worklist,
     );
     families.into_iter().flatten().copied().collect()
 }

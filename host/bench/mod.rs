@@ -7,6 +7,7 @@
 
 mod decode;
 mod gemm;
+mod ops;
 mod recorded;
 mod router;
 mod timing;
@@ -15,3 +16,5 @@ pub use decode::{DecodeOptions, DecodeRow, ReadRow, StageTimes, decode, read_flo
 pub use gemm::{GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, gemm, multiply_rate};
 pub use recorded::{BenchShape, RECORDED_READ, RECORDED_TOPK, ROUTER_TOKENS, Recorded, RecordedTopK, SHAPES, TOKENS};
 pub use router::{RouterOperation, RouterOptions, RouterRow, router};
+pub use ops::{OpsOptions, OpsRow, ops};
+pub use recorded::{BenchShape, RECORDED_READ, Recorded, SHAPES, TOKENS};

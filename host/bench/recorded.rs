@@ -185,3 +185,29 @@ pub const RECORDED_TOPK: [RecordedTopK; 4] = [
     RecordedTopK { operation: "topk_f32", experts: 256, microseconds: [3.9, 4.2, 4.4, 4.8, 7.2, 18.6] },
     RecordedTopK { operation: "topk_bf16", experts: 256, microseconds: [3.9, 4.1, 4.3, 4.6, 7.0, 18.3] },
 ];
+/// Numbers of tokens in the table of operations.
+const OP_TOKENS: [usize; 6] = [1, 8, 64, 512, 2048, 8192];
+
+/// Operation here, its width or number of experts, name of the other implementation (vLLM 0.26), microseconds for each of
+/// [`OP_TOKENS`].
+type RecordedOp = (&'static str, usize, &'static str, [f32; 6]);
+
+const OPS: [RecordedOp; 10] = [
+    ("sort_by_expert", 128, "moe_align_block_size", [4.4, 4.3, 4.5, 5.8, 10.6, 29.0]),
+    ("sort_by_expert", 256, "moe_align_block_size", [4.4, 4.5, 4.9, 6.4, 9.7, 24.8]),
+    ("per_token_group_quant_fp8", 2048, "group quant CUDA", [1.7, 1.8, 1.9, 3.7, 9.8, 34.3]),
+    ("per_token_group_quant_fp8", 7168, "group quant CUDA", [1.7, 1.7, 2.6, 8.6, 30.1, 113.7]),
+    ("silu_mul", 768, "silu_and_mul", [1.7, 1.7, 2.7, 6.4, 20.0, 72.0]),
+    ("silu_mul", 2048, "silu_and_mul", [1.8, 1.8, 3.9, 14.0, 49.1, 186.7]),
+    ("silu_mul_quant_fp8", 768, "Triton", [f32::NAN, f32::NAN, 2.4, 6.5, 20.9, 75.2]),
+    ("silu_mul_quant_fp8", 2048, "Triton", [f32::NAN, f32::NAN, 3.5, 14.4, 51.4, 197.7]),
+    ("unpermute_reduce", 2048, "moe_unpermute", [3.4, 3.4, 3.6, 7.7, 22.4, 77.0]),
+    ("unpermute_reduce", 7168, "moe_unpermute", [9.3, 9.4, 17.7, 25.6, 70.3, 261.7]),
+];
+
+/// Recorded microseconds of an operation, and of what.
+pub(super) fn recorded_op(operation: &str, size: usize, tokens: usize) -> Option<(f32, &'static str)> {
+    let column = OP_TOKENS.iter().position(|&t| t == tokens)?;
+    let (_, _, name, figures) = OPS.iter().find(|(op, at, ..)| *op == operation && *at == size)?;
+    Some((figures[column], *name)).filter(|(us, _)| !us.is_nan())
+}

@@ -29,6 +29,8 @@ enum What {
     Gemm(GemmArgs),
     /// Router: projections in both orders and the choice of experts, microseconds in a CUDA graph.
     Router(RouterArgs),
+    /// Operations around the GEMMs: sort, work-list, quantisers, activation, unpermute, beside a copy of as many bytes.
+    Ops(super::bench_ops::OpsArgs),
     /// A read-only kernel over cold memory at three sizes: how fast the card is.
     Read {
         /// Print one JSON object.
@@ -131,6 +133,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
         What::Decode(args) => decode(args),
         What::Gemm(args) => gemm(args),
         What::Router(args) => router(args),
+        What::Ops(args) => super::bench_ops::run(args),
         What::Read { json } => {
             let gpu = open_gpu()?;
             let rows = bench::read_floor(&gpu)?;
@@ -165,7 +168,7 @@ fn say_read(gpu: &Properties, rows: &[ReadRow]) {
     say_table(&out);
 }
 
-fn right<const N: usize>(cells: [String; N]) -> Vec<Cell> {
+pub(super) fn right<const N: usize>(cells: [String; N]) -> Vec<Cell> {
     cells.into_iter().map(|cell| Cell::new(cell).set_alignment(CellAlignment::Right)).collect()
 }
 
