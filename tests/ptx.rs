@@ -17,6 +17,7 @@ include!(concat!(env!("OUT_DIR"), "/ptx_modules.rs"));
 /// 16 warps on a multiprocessor, hence 128; the others are short and must not hold back occupancy.
 const REGISTER_CEILINGS: [(&str, u32); 13] = [
 const REGISTER_CEILINGS: [(&str, u32); 14] = [
+const REGISTER_CEILINGS: [(&str, u32); 15] = [
     ("combine", 64),
     ("copy", 64),
     ("fc1", 128),
@@ -32,6 +33,7 @@ const REGISTER_CEILINGS: [(&str, u32); 14] = [
     ("topk", 64),
     ("blend", 64),
     ("per_token_group_quant", 64),
+    ("sigmoid_table", 64),
     ("silu_mul", 64),
     ("sort", 64),
     ("tile_worklist", 64),
@@ -83,6 +85,7 @@ fn declared() -> BTreeMap<&'static str, Bounds> {
         topk::topk,
         quant::per_token_group_quant_fp8,
         route_prep::route_prep,
+        silu_mul::sigmoid_table,
         silu_mul::silu_mul,
         silu_mul::silu_mul_quant_fp8,
         sort::sort_by_expert,

@@ -5,11 +5,11 @@ use super::recorded::recorded_op;
 use crate::device::{Buffer, DeviceHandle, Gpu, Grid, launch};
 use crate::diff::Random;
 use crate::error::Result;
-use crate::ops::silu_mul::{GateUp, Quantised};
+use crate::ops::silu_mul::{GateUp, Quantised, SiluMul};
 use crate::ops::sort::{SortInputs, SortOutputs, SortPlan};
 use crate::ops::unpermute::Routed;
 use crate::ops::worklist::{self, Items, WorklistInputs};
-use crate::ops::{Rows, quant, silu_mul, unpermute};
+use crate::ops::{Rows, quant, unpermute};
 use crate::types::Gating;
 use kernels_gpu::bandwidth;
 use serde::Serialize;
@@ -151,15 +151,15 @@ impl Bench<'_> {
     }
 
     fn silu_mul(&self, tokens: usize, cols: usize) -> Result<[OpsRow; 2]> {
-        let (rows, gating) = (tokens * TOP_K, Gating::default());
+        let rows = tokens * TOP_K;
+        let silu_mul = SiluMul::new(&self.device, Gating::default())?;
         let (elements, scales) = (rows * cols, rows * quant::scales_per_row(cols));
-        silu_mul::prepare(&self.device)?;
         let bytes = elements * 6;
         let sets = Self::sets(bytes);
         let outputs = (0..sets).map(|_| Buffer::new(&self.device, elements)).collect::<Result<Vec<_>>>()?;
         let us = self.time(|call| {
             let from = self.gate_up(call, rows, cols);
-            silu_mul::enqueue(&self.device, gating, from, rows, cols, &outputs[call % sets])
+            silu_mul.enqueue(from, rows, cols, &outputs[call % sets])
         })?;
         drop(outputs);
         let alone = self.row("silu_mul", cols, tokens, us, bytes)?;
@@ -171,7 +171,7 @@ impl Bench<'_> {
         let us = self.time(|call| {
             let (codes, scales) = &outputs[call % sets];
             let to = Quantised { codes, scales, copy: None };
-            silu_mul::enqueue_quant(&self.device, gating, self.gate_up(call, rows, cols), rows, cols, to)
+            silu_mul.enqueue_quant(self.gate_up(call, rows, cols), rows, cols, to)
         })?;
         Ok([alone, self.row("silu_mul_quant_fp8", cols, tokens, us, bytes)?])
     }

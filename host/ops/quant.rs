@@ -18,9 +18,9 @@ pub fn prepare(device: &DeviceHandle) -> Result<()> {
     per_token_group_quant_fp8::KERNELS.iter().try_for_each(|&kernel| device.prepare(kernel.into(), 0))
 }
 
-/// Blocks for so many groups of `in_flight` a lane.
-pub(super) fn blocks(device: &DeviceHandle, rows: usize, cols: usize, in_flight: u32, min_blocks: u32) -> u32 {
-    let of_block = (THREADS / LANES * in_flight) as usize;
+/// Blocks for rows of `cols` columns.
+fn blocks(device: &DeviceHandle, rows: usize, cols: usize, min_blocks: u32) -> u32 {
+    let of_block = (THREADS / LANES * IN_FLIGHT) as usize;
     let most = min_blocks * device.properties().multiprocessors;
     (rows * scales_per_row(cols)).div_ceil(of_block).min(most as usize) as u32
 }
@@ -61,7 +61,7 @@ pub fn enqueue_with_blocks(
     } else {
         per_token_group_quant_fp8::per_token_group_quant_fp8_any
     };
-    let blocks = number.unwrap_or_else(|| blocks(device, rows, cols, IN_FLIGHT, kernel.min_blocks));
+    let blocks = number.unwrap_or_else(|| blocks(device, rows, cols, kernel.min_blocks));
     let args = per_token_group_quant_fp8::Args {
         x: x.buffer.as_ref(),
         offset,

@@ -12,7 +12,7 @@ use cuda_std::cvt::{bf16_to_f32, f32x2_to_e4m3x2};
 use cuda_std::kernels;
 use cuda_std::math::fma;
 use cuda_std::memory::{In, Out};
-use cuda_std::thread::{block_idx, grid_dim, lane, thread_idx};
+use cuda_std::thread::{block_dim, block_idx, grid_dim, lane, thread_idx};
 use cuda_std::warp as lanes;
 
 /// Threads of a block.
@@ -87,8 +87,8 @@ impl Place {
     #[inline(always)]
     pub fn first(cols: u32) -> Self {
         let groups = NonZeroU32::new(cols.div_ceil(GROUP)).unwrap_or(NonZeroU32::MIN);
-        let unit = block_idx() * (THREADS / LANES) + thread_idx() / LANES;
-        Place { row: unit / groups, group: unit % groups, groups, step: grid_dim() * (THREADS / LANES) }
+        let unit = block_idx() * (block_dim() / LANES) + thread_idx() / LANES;
+        Place { row: unit / groups, group: unit % groups, groups, step: grid_dim() * (block_dim() / LANES) }
     }
 
     /// This place, which it leaves for the next.
@@ -135,21 +135,20 @@ impl Place {
         }
         let scale = Scale::of(amax);
         let pairs = values.map(|[low, high]| f32x2_to_e4m3x2::<A>(scale.divide(low), scale.divide(high)) as u32);
-        if self.row >= rows {
-            return;
-        }
-        if lane() % LANES == 0 {
+        // Conditions at the stores: a branch around them would be taken by half a warp.
+        let inside = self.row < rows;
+        if inside && lane() % LANES == 0 {
             scales.store(self.row as usize * self.groups.get() as usize + self.group as usize, scale.value);
         }
         let column = self.column();
         let to = self.row as usize * cols as usize + column as usize;
         if VECTOR {
-            if column < cols {
+            if inside && column < cols {
                 codes.store_v2(to, [pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16]);
             }
         } else {
             let put = |i: u32, code: u32| {
-                if column + i < cols {
+                if inside && column + i < cols {
                     codes.store(to + i as usize, code as u8);
                 }
             };
@@ -183,11 +182,12 @@ impl Scale {
         const HIGH: f32 = f32::from_bits(0x3B12_4924);
         const LOW: f32 = ((1.0 - 448.0 * HIGH as f64) / 448.0) as f32;
         const { assert!(LOW > 0.0 && LOW < 2e-10) };
-        let quotient = fma(amax, HIGH, amax * LOW);
-        let value = if quotient < 1e-12 { 1e-12 } else { quotient };
+        // Negative throughout: 1/x costs less than -1/x.
+        let quotient = fma(amax, -HIGH, amax * -LOW);
+        let negated = if quotient > -1e-12 { -1e-12 } else { quotient };
         // With an infinite scale the reciprocal is 0, and the correction below must not meet 0·inf.
-        let divisor = if value == f32::INFINITY { 1.0 } else { value };
-        Scale { value, negated_reciprocal: -(1.0 / value), divisor }
+        let divisor = if negated == f32::NEG_INFINITY { 1.0 } else { -negated };
+        Scale { value: -negated, negated_reciprocal: 1.0 / negated, divisor }
     }
 
     /// A value with the e4m3 code of a / scale, from -a, in three instructions: the product with the reciprocal, corrected once by

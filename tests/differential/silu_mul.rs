@@ -6,7 +6,7 @@ use megamoe::Gating;
 use megamoe::device::{Buffer, DeviceHandle};
 use megamoe::diff::Random;
 use megamoe::ops::Rows;
-use megamoe::ops::silu_mul::{self, GateUp, Quantised};
+use megamoe::ops::silu_mul::{GateUp, Quantised, SiluMul, Tuning};
 use megamoe::reference;
 
 const GATINGS: [Gating; 4] = [
@@ -83,12 +83,12 @@ fn run(
     up: &[u16],
     cols: usize,
     layout: Layout,
-    blocks: Option<u32>,
+    tuning: Tuning,
 ) -> Vec<u16> {
     let inputs = Inputs::new(device, gate, up, cols, layout);
     let out = Buffer::from_slice(device, &vec![0xA5A5; gate.len() + 64]).unwrap();
-    silu_mul::prepare(device).unwrap();
-    silu_mul::enqueue_with_blocks(device, gating, inputs.get(), gate.len() / cols, cols, &out, blocks).unwrap();
+    let op = SiluMul::new(device, gating).unwrap();
+    op.enqueue_with(inputs.get(), gate.len() / cols, cols, &out, tuning).unwrap();
     let mut out = out.download().unwrap();
     assert!(out.split_off(gate.len()).iter().all(|&bits| bits == 0xA5A5), "written behind the last row");
     out
@@ -103,14 +103,13 @@ fn run_quant(
     cols: usize,
     layout: Layout,
     copy: Option<&Buffer<u16>>,
-    blocks: Option<u32>,
+    tuning: Tuning,
 ) -> reference::Quantized {
     let inputs = Inputs::new(device, gate, up, cols, layout);
     let rows = gate.len() / cols;
     let outputs = Outputs::new(device, rows, cols);
     let to = Quantised { codes: &outputs.codes, scales: &outputs.scales, copy };
-    silu_mul::prepare(device).unwrap();
-    silu_mul::enqueue_quant_with_blocks(device, gating, inputs.get(), rows, cols, to, blocks).unwrap();
+    SiluMul::new(device, gating).unwrap().enqueue_quant_with(inputs.get(), rows, cols, to, tuning).unwrap();
     outputs.result()
 }
 
@@ -122,22 +121,25 @@ fn difference(wanted: &[u16], got: &[u16]) -> Option<String> {
     Some(format!("element {i} is {:#06x}, not {:#06x}", got[i], wanted[i]))
 }
 
-/// Both operations on `device` are the reference's, and one is the other with the quantiser behind it.
+/// Both operations on `device` are the reference's, with a table of sigmoids and without; and one is the other with the quantiser
+/// behind it.
 #[track_caller]
 fn check(device: &DeviceHandle, gating: Gating, gate: &[u16], up: &[u16], cols: usize, layout: Layout, blocks: u32) {
     let rows = gate.len() / cols;
-    let what = format!("{}, {gating:?}, {rows} x {cols}, {layout:?}, {blocks} blocks", device.properties().name);
-    let blocks = (blocks > 0).then_some(blocks);
     let wanted = reference::silu_mul(gate, up, &gating).unwrap();
-    let got = run(device, gating, gate, up, cols, layout, blocks);
-    assert_eq!(difference(&wanted, &got), None, "{what}");
     let wanted_codes = reference::silu_mul_quant_fp8(gate, up, rows, cols, &gating).unwrap();
-    let copy = Buffer::from_slice(device, &vec![0u16; rows * cols]).unwrap();
-    let fused = run_quant(device, gating, gate, up, cols, layout, Some(&copy), blocks);
-    assert_eq!(quant::difference(&wanted_codes, &fused), None, "quantised, {what}");
-    assert_eq!(difference(&wanted, &copy.download().unwrap()), None, "copy, {what}");
-    let separate = quant::run(device, &got, rows, cols, (0, cols), None);
-    assert_eq!(quant::difference(&separate, &fused), None, "one pass and two, {what}");
+    for table in [false, true] {
+        let what = format!("{}, {gating:?}, {rows} x {cols}, {layout:?}, table {table}", device.properties().name);
+        let tuning = Tuning { blocks: (blocks > 0).then_some(blocks), table: Some(table) };
+        let got = run(device, gating, gate, up, cols, layout, tuning);
+        assert_eq!(difference(&wanted, &got), None, "{what}");
+        let copy = Buffer::from_slice(device, &vec![0u16; rows * cols]).unwrap();
+        let fused = run_quant(device, gating, gate, up, cols, layout, Some(&copy), tuning);
+        assert_eq!(quant::difference(&wanted_codes, &fused), None, "quantised, {what}");
+        assert_eq!(difference(&wanted, &copy.download().unwrap()), None, "copy, {what}");
+        let separate = quant::run(device, &got, rows, cols, (0, cols), None);
+        assert_eq!(quant::difference(&separate, &fused), None, "one pass and two, {what}");
+    }
 }
 
 #[test]
@@ -152,7 +154,7 @@ fn rows_of_every_kind() {
                 check(&device, gating, &gate, &up, cols, LAYOUTS[(i + number) % 3], [0, 1, 3][number % 3]);
             }
             check(&device, GATINGS[0], &gate, &up, cols, Layout::Halves, 2);
-            let without = run_quant(&device, GATINGS[0], &gate, &up, cols, Layout::Apart, None, None);
+            let without = run_quant(&device, GATINGS[0], &gate, &up, cols, Layout::Apart, None, Tuning::default());
             let wanted = reference::silu_mul_quant_fp8(&gate, &up, rows, cols, &GATINGS[0]).unwrap();
             assert_eq!(quant::difference(&wanted, &without), None);
         }
@@ -170,11 +172,14 @@ fn rows_of_every_kind() {
 fn every_gate() {
     let gate: Vec<u16> = (0..=u16::MAX).collect();
     for device in std::iter::once(any_emulator(1)).chain(gpu()) {
-        for up in [0x3F80, 0xC0A1] {
-            for gating in GATINGS {
-                let wanted = reference::silu_mul(&gate, &vec![up; 1 << 16], &gating).unwrap();
-                let got = run(&device, gating, &gate, &vec![up; 1 << 16], 1024, Layout::Apart, None);
-                assert_eq!(difference(&wanted, &got), None, "{gating:?}, up {up:#06x}");
+        let up = vec![0xC0A1; 1 << 16];
+        let ends = [0.82, -4.0].map(|alpha| Gating::SwigluOai { alpha, limit: 1000.0 });
+        for gating in GATINGS.into_iter().chain([Gating::Silu { limit: Some(150.0) }]).chain(ends) {
+            let wanted = reference::silu_mul(&gate, &up, &gating).unwrap();
+            for table in [false, true] {
+                let tuning = Tuning { table: Some(table), blocks: None };
+                let got = run(&device, gating, &gate, &up, 1024, Layout::Apart, tuning);
+                assert_eq!(difference(&wanted, &got), None, "{gating:?}, table {table}");
             }
         }
     }
@@ -190,8 +195,11 @@ fn about_the_ends_of_exp() {
         for _ in 0..12 {
             let gating = Gating::SwigluOai { alpha: random.in_range(0.97, 1.03), limit: 1000.0 };
             let wanted = reference::silu_mul(&gate, &up, &gating).unwrap();
-            let got = run(&device, gating, &gate, &up, 512, Layout::Apart, None);
-            assert_eq!(difference(&wanted, &got), None, "{gating:?}");
+            for table in [false, true] {
+                let tuning = Tuning { table: Some(table), blocks: None };
+                let got = run(&device, gating, &gate, &up, 512, Layout::Apart, tuning);
+                assert_eq!(difference(&wanted, &got), None, "{gating:?}, table {table}");
+            }
         }
     }
 }
@@ -204,7 +212,7 @@ fn differences_are_seen() {
     let mut wrong = wanted.clone();
     wrong[5] ^= 1;
     assert!(difference(&wanted, &wrong).unwrap().starts_with("element 5"));
-    let clamped = run(&any_emulator(0), GATINGS[1], &gate, &up, 8, Layout::Apart, None);
+    let clamped = run(&any_emulator(0), GATINGS[1], &gate, &up, 8, Layout::Apart, Tuning::default());
     assert!(difference(&wanted, &clamped).is_some());
 }
 
@@ -214,7 +222,7 @@ fn h3_large_negative_gates() {
     let gate = [-88.0f32, -89.0, -200.0, -1e30, f32::NEG_INFINITY].map(|g| half::bf16::from_f32(g).to_bits());
     let up = [0x4040; 5];
     for (_, device) in devices() {
-        let got = run(&device, GATINGS[0], &gate, &up, 5, Layout::Apart, None);
+        let got = run(&device, GATINGS[0], &gate, &up, 5, Layout::Apart, Tuning::default());
         for &bits in &got[..4] {
             assert!(half::bf16::from_bits(bits).to_f32().abs() <= 1e-35, "{bits:#06x}");
         }
@@ -228,7 +236,7 @@ fn h3_large_negative_gates() {
 fn h6_the_clamp() {
     let gating = Gating::Silu { limit: Some(1.0) };
     for (_, device) in devices() {
-        let got = run(&device, gating, &[0x4200, 0xC200], &[0x4200, 0xC200], 2, Layout::Apart, None);
+        let got = run(&device, gating, &[0x4200, 0xC200], &[0x4200, 0xC200], 2, Layout::Apart, Tuning::default());
         let got = got.into_iter().map(|bits| half::bf16::from_bits(bits).to_f32()).collect::<Vec<_>>();
         assert!((got[0] - 0.7305).abs() < 2e-3 && got[1].abs() < 1e-6, "{got:?}");
     }
@@ -259,17 +267,18 @@ fn in_place() {
     for (_, device) in devices() {
         let inputs = Inputs::new(&device, &gate, &up, cols, Layout::Apart);
         let [own_gate, own_up] = &inputs.buffers;
-        silu_mul::prepare(&device).unwrap();
+        let op = SiluMul::new(&device, GATINGS[0]).unwrap();
         let outputs = Outputs::new(&device, rows, cols);
         let to = Quantised { codes: &outputs.codes, scales: &outputs.scales, copy: Some(own_gate) };
-        silu_mul::enqueue_quant(&device, GATINGS[0], inputs.get(), rows, cols, to).unwrap();
+        op.enqueue_quant(inputs.get(), rows, cols, to).unwrap();
         assert_eq!(difference(&wanted, &own_gate.download().unwrap()), None);
         own_gate.upload(&gate).unwrap();
-        silu_mul::enqueue(&device, GATINGS[0], inputs.get(), rows, cols, own_up).unwrap();
+        let table = Tuning { table: Some(true), blocks: None };
+        op.enqueue_with(inputs.get(), rows, cols, own_up, table).unwrap();
         assert_eq!(difference(&wanted, &own_up.download().unwrap()), None);
 
         let halves = Inputs::new(&device, &gate, &up, cols, Layout::Halves);
-        let error = silu_mul::enqueue(&device, GATINGS[0], halves.get(), rows, cols, &halves.buffers[0]).unwrap_err();
+        let error = op.enqueue(halves.get(), rows, cols, &halves.buffers[0]).unwrap_err();
         assert_eq!(argument_of(&error), "out");
     }
 }
@@ -281,10 +290,10 @@ fn e1_zero_tokens() {
         let empty = Buffer::<u16>::new(&device, 0).unwrap();
         let from = GateUp { gate: Rows::contiguous(&empty, 8), up: Rows::contiguous(&empty, 8) };
         let outputs = Outputs::new(&device, 0, 8);
-        silu_mul::prepare(&device).unwrap();
-        silu_mul::enqueue(&device, GATINGS[0], from, 0, 8, &empty).unwrap();
+        let op = SiluMul::new(&device, GATINGS[0]).unwrap();
+        op.enqueue(from, 0, 8, &empty).unwrap();
         let to = Quantised { codes: &outputs.codes, scales: &outputs.scales, copy: None };
-        silu_mul::enqueue_quant(&device, GATINGS[0], from, 0, 8, to).unwrap();
+        op.enqueue_quant(from, 0, 8, to).unwrap();
         outputs.result();
         check(&device, GATINGS[0], &[0x3F80; 8], &[0x4000; 8], 8, Layout::Apart, 0);
     }
@@ -302,27 +311,30 @@ fn m1_short_buffers_and_bad_sizes() {
         let short_scales = Buffer::new(&device, rows * 2 - 1).unwrap();
         let pair = |gate, up| GateUp { gate: Rows::contiguous(gate, cols), up: Rows::contiguous(up, cols) };
         let good = pair(&gate, &up);
-        silu_mul::prepare(&device).unwrap();
-        let run = |gating, from, rows, cols, out| silu_mul::enqueue(&device, gating, from, rows, cols, out);
-        run(GATINGS[0], good, rows, cols, &out).unwrap();
+        let op = SiluMul::new(&device, GATINGS[0]).unwrap();
+        op.enqueue(good, rows, cols, &out).unwrap();
+        for (name, from, rows, cols, out) in [
+            ("gate", pair(&short, &up), rows, cols, &out),
+            ("up", pair(&gate, &short), rows, cols, &out),
+            ("out", good, rows, cols, &short),
+            ("cols", good, rows, 0, &out),
+            ("rows", good, 1 << 31, cols, &out),
+        ] {
+            assert_eq!(argument_of(&op.enqueue(from, rows, cols, out).unwrap_err()), name);
+        }
         let silu = |limit| Gating::Silu { limit: Some(limit) };
         let oai = |alpha, limit| Gating::SwigluOai { alpha, limit };
-        for (name, gating, from, rows, cols, out) in [
-            ("gate", GATINGS[0], pair(&short, &up), rows, cols, &out),
-            ("up", GATINGS[0], pair(&gate, &short), rows, cols, &out),
-            ("out", GATINGS[0], good, rows, cols, &short),
-            ("cols", GATINGS[0], good, rows, 0, &out),
-            ("rows", GATINGS[0], good, 1 << 31, cols, &out),
-            ("limit", silu(0.0), good, rows, cols, &out),
-            ("limit", silu(f32::NAN), good, rows, cols, &out),
-            ("limit", oai(1.702, -7.0), good, rows, cols, &out),
-            ("alpha", oai(f32::INFINITY, 7.0), good, rows, cols, &out),
-            ("alpha", oai(0.0, 7.0), good, rows, cols, &out),
+        for (name, gating) in [
+            ("limit", silu(0.0)),
+            ("limit", silu(f32::NAN)),
+            ("limit", oai(1.702, -7.0)),
+            ("alpha", oai(f32::INFINITY, 7.0)),
+            ("alpha", oai(0.0, 7.0)),
         ] {
-            assert_eq!(argument_of(&run(gating, from, rows, cols, out).unwrap_err()), name);
+            assert_eq!(argument_of(&SiluMul::new(&device, gating).unwrap_err()), name);
         }
         let to = Quantised { codes: &codes, scales: &scales, copy: Some(&out) };
-        silu_mul::enqueue_quant(&device, GATINGS[0], good, rows, cols, to).unwrap();
+        op.enqueue_quant(good, rows, cols, to).unwrap();
         for (name, from, to) in [
             ("gate", pair(&short, &up), to),
             ("up", pair(&gate, &short), to),
@@ -330,7 +342,7 @@ fn m1_short_buffers_and_bad_sizes() {
             ("scales", good, Quantised { scales: &short_scales, ..to }),
             ("copy", good, Quantised { copy: Some(&short), ..to }),
         ] {
-            let error = silu_mul::enqueue_quant(&device, GATINGS[0], from, rows, cols, to).unwrap_err();
+            let error = op.enqueue_quant(from, rows, cols, to).unwrap_err();
             assert_eq!(argument_of(&error), name);
         }
         check(&device, GATINGS[0], &[0x3F80; 8], &[0x4000; 8], 8, Layout::Apart, 0);
