@@ -23,7 +23,7 @@ pub const GROUP: u32 = 128;
 pub const COLUMNS: u32 = 8;
 /// Lanes of a group.
 pub const LANES: u32 = GROUP / COLUMNS;
-/// Groups of a lane that are under way at the same time.
+/// Groups of a lane that are under way at the same time, in whole vectors.
 pub const IN_FLIGHT: u32 = 4;
 
 kernels! {
@@ -44,8 +44,8 @@ kernels! {
         /// Number of columns.
         cols: u32,
     );
-    per_token_group_quant_fp8_vector[THREADS, 4] = |A| body::<true, A>;
-    per_token_group_quant_fp8_any[THREADS, 4] = |A| body::<false, A>;
+    per_token_group_quant_fp8_vector[THREADS, 4] = |A| body::<true, { IN_FLIGHT as usize }, A>;
+    per_token_group_quant_fp8_any[THREADS, 4] = |A| body::<false, 2, A>;
 }
 
 /// Whether rows of `cols` columns can be read and written in whole vectors: then the kernels named `vector` may be used.
@@ -206,7 +206,7 @@ impl Scale {
 }
 
 #[inline(always)]
-fn body<const VECTOR: bool, A: Arch>(
+fn body<const VECTOR: bool, const MANY: usize, A: Arch>(
     x: In<u16>,
     offset: u64,
     stride: u64,
@@ -219,10 +219,10 @@ fn body<const VECTOR: bool, A: Arch>(
     let mut next = Place::first(cols);
     // The lanes of a warp stay together: shuffles.
     while lanes::any(next.row < rows) {
-        let places = [0; IN_FLIGHT as usize].map(|_| next.take());
+        let places = [0; MANY].map(|_| next.take());
         let words = places.map(|place| x.load::<VECTOR>(place.row, place.column(), cols, place.row < rows));
         let mut i = 0;
-        while i < IN_FLIGHT as usize {
+        while i < MANY {
             places[i].quantise::<VECTOR, A>(words[i], codes, scales, rows, cols);
             i += 1;
         }
