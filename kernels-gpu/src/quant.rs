@@ -137,7 +137,7 @@ impl Place {
         let pairs = values.map(|[low, high]| f32x2_to_e4m3x2::<A>(scale.divide(low), scale.divide(high)) as u32);
         // Conditions at the stores: a branch around them would be taken by half a warp.
         let inside = self.row < rows;
-        if inside && lane() % LANES == 0 {
+        if inside && lane().is_multiple_of(LANES) {
             scales.store(self.row as usize * self.groups.get() as usize + self.group as usize, scale.value);
         }
         let column = self.column();

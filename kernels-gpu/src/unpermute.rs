@@ -182,7 +182,7 @@ fn store8(out: Out<u16>, at: usize, wide: bool, values: [f32; 8]) {
 fn widen8(words: [u32; 4]) -> [f32; 8] {
     [0, 1, 2, 3, 4, 5, 6, 7].map(|i: usize| {
         let word = words[i / 2];
-        if i % 2 == 0 { bf16_to_f32(word as u16) } else { f32::from_bits(word & 0xFFFF_0000) }
+        if i.is_multiple_of(2) { bf16_to_f32(word as u16) } else { f32::from_bits(word & 0xFFFF_0000) }
     })
 }
 
@@ -276,6 +276,7 @@ fn shared_gate(x: In<u16>, gate_w: In<u16>, token: u32, hidden: u32) -> f32 {
     sigmoid(dot)
 }
 
+#[allow(clippy::too_many_arguments)]
 #[inline(always)]
 fn blend_body(
     routed: In<u16>,

@@ -132,7 +132,7 @@ fn every_quotient() {
             for difference in 0..22 {
                 for significand in 128..256 {
                     let significand = if difference == 0 { significand.min(largest) } else { significand };
-                    let sign = (significand + difference) % 2 << 15;
+                    let sign = ((significand + difference) % 2) << 15;
                     elements.push(sign | bf16(significand, exponent - difference));
                 }
             }
@@ -234,7 +234,7 @@ fn e1_zero_tokens() {
 fn i5_tiny_groups() {
     let tiny = |amax: f32| half::bf16::from_f32(amax).to_bits();
     for largest in [tiny(1e-12), tiny(1e-30), 1, 0x2EF0, 0x2FF6, 0x2FF7, 0x2FF8] {
-        let row: Vec<u16> = (0..256u16).map(|i| (largest - largest.min(i % 3 * 40)) | i % 2 << 15).collect();
+        let row: Vec<u16> = (0..256u16).map(|i| (largest - largest.min(i % 3 * 40)) | ((i % 2) << 15)).collect();
         let wanted = per_token_group_quant_fp8(&row, 1, 256, 256).unwrap();
         for (i, (&bits, &code)) in row.iter().zip(&wanted.codes).enumerate() {
             let value = |bits: u16| f32::from_bits(u32::from(bits) << 16);
