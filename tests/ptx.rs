@@ -15,9 +15,7 @@ include!(concat!(env!("OUT_DIR"), "/ptx_modules.rs"));
 
 /// Registers that a kernel whose name starts so may use, on any architecture. The kernels that stream weights need
 /// 16 warps on a multiprocessor, hence 128; the others are short and must not hold back occupancy.
-const REGISTER_CEILINGS: [(&str, u32); 13] = [
-const REGISTER_CEILINGS: [(&str, u32); 14] = [
-const REGISTER_CEILINGS: [(&str, u32); 15] = [
+const REGISTER_CEILINGS: [(&str, u32); 21] = [
     ("combine", 64),
     ("copy", 64),
     ("fc1", 128),
@@ -84,7 +82,6 @@ fn declared() -> BTreeMap<&'static str, Bounds> {
         topk::scale_rows,
         topk::topk,
         quant::per_token_group_quant_fp8,
-        route_prep::route_prep,
         silu_mul::sigmoid_table,
         silu_mul::silu_mul,
         silu_mul::silu_mul_quant_fp8,

@@ -14,7 +14,6 @@ mod timing;
 
 pub use decode::{DecodeOptions, DecodeRow, ReadRow, StageTimes, decode, read_floor};
 pub use gemm::{GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, gemm, multiply_rate};
+pub use ops::{OpsOptions, OpsRow, ops};
 pub use recorded::{BenchShape, RECORDED_READ, RECORDED_TOPK, ROUTER_TOKENS, Recorded, RecordedTopK, SHAPES, TOKENS};
 pub use router::{RouterOperation, RouterOptions, RouterRow, router};
-pub use ops::{OpsOptions, OpsRow, ops};
-pub use recorded::{BenchShape, RECORDED_READ, Recorded, SHAPES, TOKENS};

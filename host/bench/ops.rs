@@ -1,7 +1,7 @@
 //! The table of operations around the GEMMs: microseconds, and how near they come to a copy of as many bytes.
 
-use super::decode::{noise, time};
 use super::recorded::recorded_op;
+use super::timing::{ROTATION, noise, time};
 use crate::device::{Buffer, DeviceHandle, Gpu, Grid, launch};
 use crate::diff::Random;
 use crate::error::Result;
@@ -19,8 +19,6 @@ use std::sync::Arc;
 const TOP_K: usize = 8;
 /// Calls in one graph.
 const CALLS: usize = 12;
-/// Bytes that pass before an input or an output comes back, where the operation does not move as many itself.
-const ROTATION: usize = 240_000_000;
 /// Tile of the work-lists: rows and columns.
 const TILE: (usize, usize) = (64, 128);
 
@@ -245,7 +243,10 @@ impl Bench<'_> {
         let expert_offsets = Buffer::from_slice(device, &[0, pairs as i32])?;
         let buffers = (0..sets)
             .map(|set| {
-                Ok((noise::<u16>(device, pairs * output, set as u32, true)?, Buffer::new(device, tokens * output)?))
+                Ok((
+                    noise::<u16>(device, pairs * output, set as u32, bandwidth::E4M3_SCALES)?,
+                    Buffer::new(device, tokens * output)?,
+                ))
             })
             .collect::<Result<Vec<_>>>()?;
         unpermute::prepare(device)?;

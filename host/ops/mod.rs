@@ -7,12 +7,12 @@
 mod experts;
 pub mod gate_topk;
 pub mod gemm;
-pub mod router;
-pub mod topk;
 pub mod quant;
+pub mod router;
 mod rows;
 pub mod silu_mul;
 pub mod sort;
+pub mod topk;
 pub mod unpermute;
 pub mod worklist;
 
