@@ -2,7 +2,7 @@
 
 use megamoe::device::{Buffer, Emulator};
 use megamoe::diff::{Random, floats};
-use megamoe::formats::{ExpertTensors, Nvfp4Experts, float16::bf16_from_f32, quantize::quantize_expert};
+use megamoe::formats::{ExpertTensors, Fp4Experts, float16::bf16_from_f32, quantize::quantize_expert};
 use megamoe::layer::{Hidden, Inputs, Layer};
 use megamoe::workspace::Workspace;
 
@@ -17,7 +17,7 @@ fn main() -> megamoe::Result<()> {
     let weights = (0..experts).map(|_| expert()).collect::<megamoe::Result<Vec<ExpertTensors<'_>>>>()?;
 
     let device = Emulator::new();
-    let layer = Layer::new(&device, &Nvfp4Experts::pack(&weights)?, top_k, Default::default())?;
+    let layer = Layer::new(&device, &Fp4Experts::pack(&weights)?, top_k, Default::default())?;
     let plan = layer.plan(tokens)?;
     let workspace = Workspace::new(&device, &plan)?;
     let x = Buffer::from_slice(&device, &vec![bf16_from_f32(1.0); tokens * hidden])?;

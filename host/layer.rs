@@ -1,10 +1,11 @@
-//! An NVFP4 layer on a device: weights uploaded once, plans that know their workspace, and the forward pass.
+//! A layer on a device: weights uploaded once, plans that know their workspace, and the forward pass.
 
 use crate::device::{Buffer, DeviceHandle, launch};
 use crate::error::{Error, Result};
-use crate::formats::Nvfp4Experts;
+use crate::formats::fp4::check_f16_scales;
+use crate::formats::{Fp4Experts, SwizzledScales};
 use crate::plan::Plan;
-use crate::types::{LayerOptions, LayerShape};
+use crate::types::{Activation, Gating, LayerOptions, LayerShape, WeightFormat};
 use crate::workspace::Workspace;
 use cuda_std::kernel::DeviceRef;
 use kernels_gpu::{combine, fc1, fc2, route_prep};
@@ -47,31 +48,52 @@ struct Weights {
     w13: Buffer<u8>,
     s13: Buffer<u8>,
     alpha1: Buffer<f32>,
+    b13: Option<Buffer<f32>>,
     w2: Buffer<u8>,
     s2: Buffer<u8>,
     alpha2: Buffer<f32>,
+    b2: Option<Buffer<f32>>,
+}
+
+/// Biases of a layer that is made from buffers; `None` for none.
+#[derive(Debug, Default)]
+pub struct BiasBuffers {
+    /// [E, 2I] f32 in the order of the rows of w13: up, then gate.
+    pub b13: Option<Buffer<f32>>,
+    /// [E, H] f32.
+    pub b2: Option<Buffer<f32>>,
 }
 
 impl Layer {
-    /// Uploads `experts`. Errors name `top_k` or `limit`; the experts are valid by construction.
-    pub fn new(device: &DeviceHandle, experts: &Nvfp4Experts, top_k: usize, options: LayerOptions) -> Result<Self> {
+    /// Uploads `experts`. Errors name `top_k` or an option: `format` if it is not that of the experts, `limit`, `alpha`; or `s13`
+    /// or `s2` if activations are f16 and MXFP4 scales outside their range ([`Fp4Experts::check_f16`]). Otherwise the experts
+    /// are valid by construction.
+    pub fn new(device: &DeviceHandle, experts: &Fp4Experts, top_k: usize, options: LayerOptions) -> Result<Self> {
         let shape = experts.shape().with_top_k(top_k);
         crate::plan::check(&shape, &options)?;
+        check_format(options.format, experts.format())?;
+        if options.activation == Activation::F16 {
+            experts.check_f16()?;
+        }
+        let biases = |biases: Option<&[f32]>| biases.map(|biases| Buffer::from_slice(device, biases)).transpose();
         let alpha1: &[f32] = experts.alpha1().as_flattened();
         let weights = Weights {
             device: device.clone(),
             w13: Buffer::from_slice(device, experts.w13())?,
             s13: Buffer::from_slice(device, experts.s13().bytes())?,
             alpha1: Buffer::from_slice(device, alpha1)?,
+            b13: biases(experts.b13())?,
             w2: Buffer::from_slice(device, experts.w2())?,
             s2: Buffer::from_slice(device, experts.s2().bytes())?,
             alpha2: Buffer::from_slice(device, experts.alpha2())?,
+            b2: biases(experts.b2())?,
         };
         Ok(Layer { shape, options, weights: Arc::new(weights) })
     }
 
-    /// From buffers that are on the device already. Errors name the buffer and the needed and given length; a longer one is refused
-    /// too, as its experts would lie elsewhere.
+    /// From buffers that are on the device already, in the format of `options`. Errors name the buffer and the needed and given
+    /// length; a longer one is refused too, as its experts would lie elsewhere. MXFP4 needs alphas of 1. With it and f16 activations
+    /// the scales are read back and checked as in [`Layer::new`].
     #[allow(clippy::too_many_arguments)]
     pub fn from_buffers(
         shape: LayerShape,
@@ -82,9 +104,11 @@ impl Layer {
         w2: Buffer<u8>,
         s2: Buffer<u8>,
         alpha2: Buffer<f32>,
+        biases: BiasBuffers,
     ) -> Result<Self> {
         crate::plan::check(&shape, &options)?;
-        let needed = WeightLengths::of(&shape)?;
+        let needed = WeightLengths::of(&shape, options.format)?;
+        let BiasBuffers { b13, b2 } = biases;
         let device = w13.device().clone();
         w13.check_exact("w13", &device, needed.w13)?;
         s13.check_exact("s13", &device, needed.s13)?;
@@ -92,14 +116,42 @@ impl Layer {
         w2.check_exact("w2", &device, needed.w2)?;
         s2.check_exact("s2", &device, needed.s2)?;
         alpha2.check_exact("alpha2", &device, needed.alpha2)?;
-        let weights = Weights { device, w13, s13, alpha1, w2, s2, alpha2 };
-        Ok(Layer { shape, options, weights: Arc::new(weights) })
+        for (name, buffer, needed) in [("b13", &b13, needed.b13), ("b2", &b2, needed.b2)] {
+            if let Some(buffer) = buffer {
+                buffer.check_exact(name, &device, needed)?;
+            }
+        }
+        let weights = Weights { device, w13, s13, alpha1, b13, w2, s2, alpha2, b2 };
+        let layer = Layer { shape, options, weights: Arc::new(weights) };
+        layer.check_f16(options)?;
+        Ok(layer)
     }
 
-    /// The same weights with another arithmetic.
+    /// The same weights with another arithmetic. Errors are those of [`Layer::from_buffers`].
     pub fn with_options(&self, options: LayerOptions) -> Result<Self> {
         crate::plan::check(&self.shape, &options)?;
+        check_format(options.format, self.options.format)?;
+        if self.options.activation != options.activation {
+            self.check_f16(options)?;
+        }
         Ok(Layer { options, ..self.clone() })
+    }
+
+    /// `Err` naming `s13` or `s2` where the weights on the device cannot be used with f16 activations, if `options` ask for them.
+    fn check_f16(&self, options: LayerOptions) -> Result<()> {
+        if (options.format, options.activation) != (WeightFormat::Mxfp4, Activation::F16) {
+            return Ok(());
+        }
+        let LayerShape { hidden, intermediate, output, experts, .. } = self.shape;
+        let block = options.format.block();
+        for (name, scales, rows, cols) in [
+            ("s13", &self.weights.s13, 2 * intermediate, hidden / block),
+            ("s2", &self.weights.s2, output, intermediate / block),
+        ] {
+            let scales = SwizzledScales::from_bytes(name, scales.download()?, experts, rows, cols)?;
+            check_f16_scales(options.format, name, &scales)?;
+        }
+        Ok(())
     }
 
     /// Dimensions.
@@ -124,7 +176,8 @@ impl Layer {
     }
 
     /// Enqueues the layer: out[M, output] bf16. Allocates nothing and waits for nothing, so it can be captured in a graph, which
-    /// may be replayed with other tokens, routings and weights of experts in the same buffers.
+    /// may be replayed with other tokens, routings and weights of experts in the same buffers. (Whoever writes MXFP4 scales there
+    /// keeps them in the range of f16 activations: they are checked when the layer is made.)
     ///
     /// All arguments are checked before anything is launched. Errors name the argument: `tokens` above the plan's, a buffer that
     /// is too short or of another device, a workspace of another plan.
@@ -168,6 +221,10 @@ impl Layer {
         let device = &*weights.device;
         let table = plan.table(workspace);
         let size = plan.launches(tokens);
+        let (gating, factor) = match self.options.gating {
+            Gating::Silu { .. } => (fc1::SILU, 1.0),
+            Gating::SwigluOai { alpha, .. } => (fc1::SWIGLU_OAI, alpha),
+        };
         for stage in stages {
             match stage {
                 Stage::RoutePrep => launch(
@@ -205,11 +262,14 @@ impl Layer {
                         x: table.x_permuted.into(),
                         w13: weights.w13.as_ref(),
                         s13: weights.s13.as_ref(),
+                        b13: or_null(&weights.b13),
                         h: table.h,
                         status: table.status,
                         hidden: hidden as u32,
                         intermediate: intermediate as u32,
-                        limit: self.options.limit.unwrap_or(f32::INFINITY),
+                        gating,
+                        factor,
+                        limit: self.options.gating.limit().unwrap_or(f32::INFINITY),
                     },
                 )?,
                 Stage::Fc2 => launch(
@@ -223,6 +283,7 @@ impl Layer {
                         h: table.h.into(),
                         w2: weights.w2.as_ref(),
                         s2: weights.s2.as_ref(),
+                        b2: or_null(&weights.b2),
                         y: table.y,
                         intermediate: intermediate as u32,
                         output: output as u32,
@@ -248,12 +309,23 @@ impl Layer {
     }
 }
 
+fn or_null(buffer: &Option<Buffer<f32>>) -> DeviceRef<'_, f32> {
+    buffer.as_ref().map_or(DeviceRef::null(), Buffer::as_ref)
+}
+
+fn check_format(given: WeightFormat, needed: WeightFormat) -> Result<()> {
+    if given == needed {
+        return Ok(());
+    }
+    Err(Error::argument("format", given, format!("{needed}, the experts' own")))
+}
+
 /// One kernel of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stage {
     /// Routing table and reordered activations.
     RoutePrep,
-    /// First projection and SwiGLU.
+    /// First projection, gate and up joined.
     Fc1,
     /// Second projection.
     Fc2,
@@ -275,17 +347,21 @@ pub struct WeightLengths {
     pub s13: usize,
     /// [E, 2].
     pub alpha1: usize,
+    /// Biases [E, 2I], where there are any.
+    pub b13: usize,
     /// Codes [E, H, I/2].
     pub w2: usize,
     /// Swizzled scales of w2.
     pub s2: usize,
     /// `[E]`.
     pub alpha2: usize,
+    /// Biases [E, H], where there are any.
+    pub b2: usize,
 }
 
 impl WeightLengths {
-    /// For a layer of `shape`. An error where a length overflows.
-    pub fn of(shape: &LayerShape) -> Result<Self> {
+    /// For a layer of `shape` whose weights are in `format`. An error where a length overflows.
+    pub fn of(shape: &LayerShape, format: WeightFormat) -> Result<Self> {
         use kernels_gpu::layout::scale::swizzled_len;
         let LayerShape { hidden, intermediate, output, experts, .. } = *shape;
         let each = |name, bytes: usize| {
@@ -295,11 +371,13 @@ impl WeightLengths {
         };
         Ok(WeightLengths {
             w13: each("w13", 2 * intermediate * (hidden / 2))?,
-            s13: each("s13", swizzled_len(2 * intermediate, hidden / 16))?,
+            s13: each("s13", swizzled_len(2 * intermediate, hidden / format.block()))?,
             alpha1: 2 * experts,
+            b13: each("b13", 2 * intermediate)?,
             w2: each("w2", output * (intermediate / 2))?,
-            s2: each("s2", swizzled_len(output, intermediate / 16))?,
+            s2: each("s2", swizzled_len(output, intermediate / format.block()))?,
             alpha2: experts,
+            b2: each("b2", output)?,
         })
     }
 }

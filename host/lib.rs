@@ -3,7 +3,7 @@
 //! | module | what |
 //! |---|---|
 //! | [`checkpoint`] | NVFP4 experts of other tools' checkpoints |
-//! | [`formats`] | E2M1, e4m3, scale layouts, packing and quantising experts |
+//! | [`formats`] | E2M1, e4m3, e8m0, scale layouts, packing and quantising experts to NVFP4 and MXFP4 |
 //! | [`device`] | a GPU or the emulator behind one trait, and typed buffers |
 //! | [`layer`] | weights on a device, and the forward pass |
 //! | [`ops`] | the single operations, each with a checked launcher |
@@ -11,7 +11,7 @@
 //! | [`mod@reference`] | what a pass must give, bit for bit |
 //! | [`diff`], [`mod@bench`] | inputs for differential tests, benchmarks |
 //!
-//! In short: [`formats::Nvfp4Experts`] -> [`layer::Layer::new`] -> [`layer::Layer::plan`] -> [`workspace::Workspace::new`] ->
+//! In short: [`formats::Fp4Experts`] -> [`layer::Layer::new`] -> [`layer::Layer::plan`] -> [`workspace::Workspace::new`] ->
 //! [`layer::Layer::forward`]. README.md has a program that does it, docs/bits.md the definition of the results.
 //!
 //! Whatever is outside the limits gives an [`Error`] that names the argument, its value and what is needed.

@@ -4,13 +4,14 @@
 use crate::device::{Buffer, DeviceHandle, Grid, Properties};
 use crate::error::{Error, Result};
 use crate::layer::Hidden;
-use crate::types::{Activation, LayerOptions, LayerShape, Order, Split};
+use crate::types::{Activation, LayerOptions, LayerShape, Order, Split, WeightFormat};
 use crate::workspace::{ALIGNMENT, Workspace};
 use cuda_std::kernel::{DeviceMut, Kernel};
+use kernels_gpu::dequant::{Mxfp4, Nvfp4};
 use kernels_gpu::layout::permute::row_stride;
 use kernels_gpu::{combine, fc1, fc2, route_prep};
 
-pub use crate::formats::nvfp4::MAX_EXPERTS;
+pub use crate::formats::fp4::MAX_EXPERTS;
 
 /// Most experts of a token.
 pub const MAX_TOP_K: usize = 32;
@@ -45,7 +46,7 @@ impl Fc2Warps {
 /// Free choices of a plan. Every choice gives the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Variant {
-    /// Warps of a block of FC2.
+    /// Warps of a block of FC2. MXFP4 weights have a kernel with four alone.
     pub fc2_warps: Fc2Warps,
 }
 
@@ -65,20 +66,16 @@ pub fn check(shape: &LayerShape, options: &LayerOptions) -> Result<()> {
     };
     within("experts", shape.experts, 1, MAX_EXPERTS)?;
     within("top_k", shape.top_k, 1, MAX_TOP_K)?;
-    within("hidden", shape.hidden, 16, MAX_WIDTH)?;
-    within("intermediate", shape.intermediate, 16, MAX_WIDTH)?;
+    let block = options.format.block();
+    within("hidden", shape.hidden, block, MAX_WIDTH)?;
+    within("intermediate", shape.intermediate, block, MAX_WIDTH)?;
     within("output", shape.output, 1, MAX_WIDTH)?;
     for (name, value) in [("hidden", shape.hidden), ("intermediate", shape.intermediate)] {
-        if !value.is_multiple_of(16) {
-            return Err(Error::argument(name, value, "a multiple of 16"));
+        if !value.is_multiple_of(block) {
+            return Err(Error::argument(name, value, format!("a multiple of {block} for {} weights", options.format)));
         }
     }
-    match options.limit {
-        Some(limit) if limit.is_nan() || limit <= 0.0 => {
-            Err(Error::argument("limit", limit, "a positive number, or None for no clamp"))
-        }
-        _ => Ok(()),
-    }
+    options.gating.check()
 }
 
 /// Byte offsets of the parts of a workspace, and its size.
@@ -137,7 +134,7 @@ impl Plan {
         Self::with_variant(device, shape, options, max_tokens, variant)
     }
 
-    /// A plan with a given variant.
+    /// A plan with a given variant. The error names `fc2_warps` where the format of the weights has no such kernel.
     pub fn with_variant(
         device: &DeviceHandle,
         shape: LayerShape,
@@ -149,6 +146,9 @@ impl Plan {
         if max_tokens > MAX_PAIRS / shape.top_k {
             let needed = format!("at most {} for top_k {}", MAX_PAIRS / shape.top_k, shape.top_k);
             return Err(Error::argument("max_tokens", max_tokens, needed));
+        }
+        if options.format == WeightFormat::Mxfp4 && variant.fc2_warps != Fc2Warps::W4 {
+            return Err(Error::argument("fc2_warps", variant.fc2_warps.count(), "4 for mxfp4 weights"));
         }
         let parts = Parts::of(&shape, max_tokens)
             .ok_or_else(|| Error::argument("max_tokens", max_tokens, "a workspace below 2^64 bytes"))?;
@@ -209,6 +209,10 @@ impl Plan {
         let fc1_resident = self.fc1_kernel().min_blocks as usize * multiprocessors;
         let warps2 = self.variant.fc2_warps.count();
         let fc2_resident = self.fc2_kernel().min_blocks as usize * multiprocessors;
+        let (fc1_shared, fc2_shared) = match self.options.format {
+            WeightFormat::Nvfp4 => (fc1::shared_bytes::<Nvfp4>(fc1_split), fc2::shared_bytes::<Nvfp4>(warps2)),
+            WeightFormat::Mxfp4 => (fc1::shared_bytes::<Mxfp4>(fc1_split), fc2::shared_bytes::<Mxfp4>(warps2)),
+        };
         let fc2_units = entries * output.div_ceil(kernels_gpu::stream::ROWS as usize);
         let summed = tokens * if output.is_multiple_of(4) { output / 4 } else { output };
         Launches {
@@ -216,12 +220,9 @@ impl Plan {
             counting_warps: warps,
             fc1: Grid {
                 blocks: blocks(entries * (intermediate / fc1::UNIT_COLUMNS as usize), fc1_resident),
-                shared_bytes: fc1::shared_bytes(fc1_split),
+                shared_bytes: fc1_shared,
             },
-            fc2: Grid {
-                blocks: blocks(fc2_units.div_ceil(warps2 as usize), fc2_resident),
-                shared_bytes: fc2::shared_bytes(warps2),
-            },
+            fc2: Grid { blocks: blocks(fc2_units.div_ceil(warps2 as usize), fc2_resident), shared_bytes: fc2_shared },
             combine: Grid {
                 blocks: blocks(summed.div_ceil(combine::THREADS as usize), 8 * multiprocessors),
                 shared_bytes: 0,
@@ -236,29 +237,39 @@ impl Plan {
 
     pub(crate) fn fc1_kernel(&self) -> Kernel<fc1::fc1::Family> {
         use fc1::fc1::*;
-        match (self.options.activation, self.split()) {
-            (Activation::Bf16, Split::S1) => fc1_seed_bf16_split1,
-            (Activation::Bf16, Split::S2) => fc1_seed_bf16_split2,
-            (Activation::Bf16, Split::S4) => fc1_seed_bf16_split4,
-            (Activation::Bf16, Split::S8) => fc1_seed_bf16_split8,
-            (Activation::F16, Split::S1) => fc1_seed_f16_split1,
-            (Activation::F16, Split::S2) => fc1_seed_f16_split2,
-            (Activation::F16, Split::S4) => fc1_seed_f16_split4,
-            (Activation::F16, Split::S8) => fc1_seed_f16_split8,
+        match (self.options.format, self.options.activation, self.split()) {
+            (WeightFormat::Nvfp4, Activation::Bf16, Split::S1) => fc1_seed_bf16_split1,
+            (WeightFormat::Mxfp4, Activation::Bf16, Split::S1) => fc1_seed_mxfp4_bf16_split1,
+            (WeightFormat::Nvfp4, Activation::Bf16, Split::S2) => fc1_seed_bf16_split2,
+            (WeightFormat::Mxfp4, Activation::Bf16, Split::S2) => fc1_seed_mxfp4_bf16_split2,
+            (WeightFormat::Nvfp4, Activation::Bf16, Split::S4) => fc1_seed_bf16_split4,
+            (WeightFormat::Mxfp4, Activation::Bf16, Split::S4) => fc1_seed_mxfp4_bf16_split4,
+            (WeightFormat::Nvfp4, Activation::Bf16, Split::S8) => fc1_seed_bf16_split8,
+            (WeightFormat::Mxfp4, Activation::Bf16, Split::S8) => fc1_seed_mxfp4_bf16_split8,
+            (WeightFormat::Nvfp4, Activation::F16, Split::S1) => fc1_seed_f16_split1,
+            (WeightFormat::Mxfp4, Activation::F16, Split::S1) => fc1_seed_mxfp4_f16_split1,
+            (WeightFormat::Nvfp4, Activation::F16, Split::S2) => fc1_seed_f16_split2,
+            (WeightFormat::Mxfp4, Activation::F16, Split::S2) => fc1_seed_mxfp4_f16_split2,
+            (WeightFormat::Nvfp4, Activation::F16, Split::S4) => fc1_seed_f16_split4,
+            (WeightFormat::Mxfp4, Activation::F16, Split::S4) => fc1_seed_mxfp4_f16_split4,
+            (WeightFormat::Nvfp4, Activation::F16, Split::S8) => fc1_seed_f16_split8,
+            (WeightFormat::Mxfp4, Activation::F16, Split::S8) => fc1_seed_mxfp4_f16_split8,
         }
     }
 
     pub(crate) fn fc2_kernel(&self) -> Kernel<fc2::fc2::Family> {
         use fc2::fc2::*;
-        match (self.options.activation, self.variant.fc2_warps) {
-            (Activation::Bf16, Fc2Warps::W1) => fc2_seed_bf16_warps1,
-            (Activation::Bf16, Fc2Warps::W2) => fc2_seed_bf16_warps2,
-            (Activation::Bf16, Fc2Warps::W4) => fc2_seed_bf16_warps4,
-            (Activation::Bf16, Fc2Warps::W8) => fc2_seed_bf16_warps8,
-            (Activation::F16, Fc2Warps::W1) => fc2_seed_f16_warps1,
-            (Activation::F16, Fc2Warps::W2) => fc2_seed_f16_warps2,
-            (Activation::F16, Fc2Warps::W4) => fc2_seed_f16_warps4,
-            (Activation::F16, Fc2Warps::W8) => fc2_seed_f16_warps8,
+        match (self.options.format, self.options.activation, self.variant.fc2_warps) {
+            (WeightFormat::Nvfp4, Activation::Bf16, Fc2Warps::W1) => fc2_seed_bf16_warps1,
+            (WeightFormat::Nvfp4, Activation::Bf16, Fc2Warps::W2) => fc2_seed_bf16_warps2,
+            (WeightFormat::Nvfp4, Activation::Bf16, Fc2Warps::W4) => fc2_seed_bf16_warps4,
+            (WeightFormat::Nvfp4, Activation::Bf16, Fc2Warps::W8) => fc2_seed_bf16_warps8,
+            (WeightFormat::Mxfp4, Activation::Bf16, _) => fc2_seed_mxfp4_bf16_warps4,
+            (WeightFormat::Nvfp4, Activation::F16, Fc2Warps::W1) => fc2_seed_f16_warps1,
+            (WeightFormat::Nvfp4, Activation::F16, Fc2Warps::W2) => fc2_seed_f16_warps2,
+            (WeightFormat::Nvfp4, Activation::F16, Fc2Warps::W4) => fc2_seed_f16_warps4,
+            (WeightFormat::Nvfp4, Activation::F16, Fc2Warps::W8) => fc2_seed_f16_warps8,
+            (WeightFormat::Mxfp4, Activation::F16, _) => fc2_seed_mxfp4_f16_warps4,
         }
     }
 
@@ -278,7 +289,8 @@ impl Plan {
     }
 
     pub(crate) fn check_layer(&self, shape: &LayerShape, options: &LayerOptions) -> Result<()> {
-        if (self.shape, self.options.activation, self.options.order) == (*shape, options.activation, options.order) {
+        let arithmetic = |options: &LayerOptions| (options.format, options.activation, options.order);
+        if (self.shape, arithmetic(&self.options)) == (*shape, arithmetic(options)) {
             return Ok(());
         }
         Err(Error::argument("plan", format!("{:?}", self.shape), format!("a plan for {shape:?} with {options:?}")))

@@ -25,6 +25,43 @@ pub enum Activation {
     F16,
 }
 
+/// Format of the experts' weights. Both hold E2M1 codes, two a byte.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum WeightFormat {
+    /// One e4m3 scale per 16 consecutive k, and f32 scales of whole matrices.
+    #[default]
+    Nvfp4,
+    /// One e8m0 scale, a power of two, per 32 consecutive k.
+    Mxfp4,
+}
+
+impl WeightFormat {
+    /// All formats.
+    pub const ALL: [WeightFormat; 2] = [WeightFormat::Nvfp4, WeightFormat::Mxfp4];
+
+    /// Consecutive k with one scale.
+    pub const fn block(self) -> usize {
+        match self {
+            WeightFormat::Nvfp4 => 16,
+            WeightFormat::Mxfp4 => 32,
+        }
+    }
+
+    /// Its name in small letters.
+    pub const fn name(self) -> &'static str {
+        match self {
+            WeightFormat::Nvfp4 => "nvfp4",
+            WeightFormat::Mxfp4 => "mxfp4",
+        }
+    }
+}
+
+impl std::fmt::Display for WeightFormat {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
 /// Element type of the hidden states handed in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum XType {
@@ -82,12 +119,14 @@ impl Default for Order {
 /// What selects the arithmetic of a layer.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LayerOptions {
+    /// Format of the weights, which must be that of the experts.
+    pub format: WeightFormat,
     /// bf16 or f16 activations.
     pub activation: Activation,
     /// Order of the sums.
     pub order: Order,
-    /// SwiGLU clamp: gate from above, up on both sides. `None`: no clamp. Must be > 0.
-    pub limit: Option<f32>,
+    /// What joins gate and up, with its clamp.
+    pub gating: Gating,
 }
 
 /// Score that a router gives an expert, and how weights come from the scores of the chosen ones. `l` is a logit.
@@ -142,6 +181,35 @@ pub enum Gating {
         /// Clamp, > 0 (7 in gpt-oss).
         limit: f32,
     },
+}
+
+impl Gating {
+    /// SwiGLU as gpt-oss has it.
+    pub const GPT_OSS: Gating = Gating::SwigluOai { alpha: 1.702, limit: 7.0 };
+
+    /// The clamp.
+    pub const fn limit(self) -> Option<f32> {
+        match self {
+            Gating::Silu { limit } => limit,
+            Gating::SwigluOai { limit, .. } => Some(limit),
+        }
+    }
+
+    /// `Err` naming `limit` or `alpha` where it is outside its range.
+    pub fn check(self) -> crate::Result<()> {
+        if let Some(limit) = self.limit()
+            && (limit.is_nan() || limit <= 0.0)
+        {
+            let needed = "a positive number, or None for no clamp";
+            return Err(crate::Error::argument("limit", limit, needed));
+        }
+        match self {
+            Gating::SwigluOai { alpha, .. } if !alpha.is_finite() => {
+                Err(crate::Error::argument("alpha", alpha, "a finite number"))
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Default for Gating {

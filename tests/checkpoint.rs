@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use megamoe::Error;
 use megamoe::checkpoint::{Checkpoint, ExpertFormat, ExpertLayout, Reference, Scoring, TensorStore};
 use megamoe::formats::quantize::{amax, global_scale, quantize, quantize_expert};
-use megamoe::formats::{ExpertShape, GlobalScale, Nvfp4Matrix, float16};
+use megamoe::formats::{ExpertShape, Fp4Matrix, GlobalScale, float16};
 use proptest::prelude::*;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
@@ -84,7 +84,7 @@ fn packed_experts_give_the_output_of_the_reference() {
         let dot = |row: &[f32], x: &[f64]| row.iter().zip(x).map(|(w, x)| f64::from(*w) * x).sum::<f64>();
         let weights: Vec<_> = (0..shape.experts)
             .map(|e| experts.unpack(e))
-            .map(|e| [&e.gate, &e.up, &e.down].map(Nvfp4Matrix::dequantize))
+            .map(|e| [&e.gate, &e.up, &e.down].map(Fp4Matrix::dequantize))
             .collect();
         let largest = reference.routed_out.iter().fold(0f32, |a, x| a.max(x.abs()));
         let mut worst = 0f64;

@@ -266,6 +266,9 @@ fn usage_errors_have_code_2() {
     refused(&megamoe(&["diff", "--op", "nvfp4_layer", "--shape", "hidden=24"]), &["`hidden` is 24"]);
     refused(&megamoe(&["diff", "--op", "nvfp4_layer", "--shape", "depth=24"]), &["`shape`", "depth=24"]);
     refused(&megamoe(&["diff", "--op", "nvfp4_layer", "--limit", "-1"]), &["`limit` is -1"]);
+    refused(&megamoe(&["diff", "--op", "mxfp4_layer", "--shape", "hidden=48"]), &["`hidden` is 48", "multiple of 32"]);
+    let clamped = ["diff", "--op", "mxfp4_layer", "--gating", "swiglu_oai", "--limit", "0"];
+    refused(&megamoe(&clamped), &["`limit` is 0"]);
     refused(&megamoe(&["diff", "--op", "swiglu", "--shape", "count=5000"]), &["`count` is 5000"]);
     let huge = "hidden=1048576,intermediate=1048576,experts=4096";
     refused(&megamoe(&["diff", "--op", "nvfp4_layer", "--shape", huge]), &["`shape`", "16 GiB"]);
@@ -353,6 +356,42 @@ fn saved_cases_replay() {
 }
 
 #[test]
+fn saved_mxfp4_cases_replay() {
+    let dir = tempfile::tempdir().unwrap();
+    for activation in ["bf16", "f16"] {
+        let shape = "hidden=96,intermediate=32,output=20,experts=5,top_k=3,tokens=6";
+        let drawn = [
+            "diff",
+            "--op",
+            "mxfp4_layer",
+            "--gating",
+            "swiglu_oai",
+            "--biases",
+            "--family",
+            "codes",
+            "--shape",
+            shape,
+        ];
+        let options = ["--activation", activation, "--save", "saved.json", "--json"];
+        let first = json(&megamoe_in(dir.path(), &[&drawn[..], &options].concat()), 0);
+        let words = first["description"].as_str().unwrap();
+        assert!(words.contains("swiglu_oai with alpha 1.702, limit 7, biases"), "{words}");
+        let again = json(&megamoe_in(dir.path(), &["diff", "--case", "saved.json", "--json"]), 0);
+        assert_eq!(
+            (words, &first["results"][0]["bits"]),
+            (again["description"].as_str().unwrap(), &again["results"][0]["bits"])
+        );
+        // The file is what is run: other biases, other bits.
+        let text = std::fs::read_to_string(dir.path().join("saved.json")).unwrap();
+        let mut file: Value = serde_json::from_str(&text).unwrap();
+        file["arrays"]["b2"] = serde_json::json!({ "fill": 3 });
+        std::fs::write(dir.path().join("other.json"), file.to_string()).unwrap();
+        let other = json(&megamoe_in(dir.path(), &["diff", "--case", "other.json", "--json"]), 0);
+        assert_ne!(first["results"][0]["bits"], other["results"][0]["bits"]);
+    }
+}
+
+#[test]
 fn diff_agrees_with_measured_products() {
     let golden = testdata("golden/hmma_m16n8k16_h200.tsv");
     let report = json(&megamoe(&["diff", "--case", golden.to_str().unwrap(), "--json", "--backend", "emulator"]), 0);
@@ -375,7 +414,7 @@ fn diff_all_compares_every_operation() {
     let report = json(&megamoe_in(dir.path(), &["diff", "--all", "--cases", "1", "--json"]), 0);
     let sections = report["sections"].as_array().unwrap();
     let ops: BTreeSet<&str> = sections.iter().map(|section| section["op"].as_str().unwrap()).collect();
-    assert_eq!(ops.len(), 8, "{ops:?}");
+    assert_eq!(ops.len(), 9, "{ops:?}");
     for section in sections {
         let compared = section["comparisons"].as_array().unwrap();
         assert!(compared.iter().any(|pair| pair["backend"] == "emulator"), "{section}");
@@ -441,4 +480,15 @@ fn a_full_disk_is_noticed() {
 fn no_cases_and_lists_as_json_are_refused() {
     assert_eq!(megamoe(&["diff", "--all", "--cases", "0"]).status.code(), Some(2));
     assert_eq!(megamoe(&["bench", "decode", "--list", "--json"]).status.code(), Some(2));
+}
+
+#[test]
+fn options_of_the_router_table_are_checked() {
+    for (option, value, name) in
+        [("--tokens", "8,0", "`tokens` is 0"), ("--operations", "topk", "`operations` is topk")]
+    {
+        let output = megamoe(&["bench", "router", option, value]);
+        assert_eq!(output.status.code(), Some(2));
+        assert!(stderr(&output).contains(name), "{}", stderr(&output));
+    }
 }

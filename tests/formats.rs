@@ -1,12 +1,14 @@
 //! Formats and packing. Every expectation here is written down or found by search, not by the code under test.
 
-use megamoe::Error;
-use megamoe::formats::nvfp4::alphas_from_processed;
-use megamoe::formats::quantize::{amax, global_scale, quantize, quantize_expert};
-use megamoe::formats::{
-    ExpertShape, ExpertTensors, GlobalScale, LinearScales, Nvfp4Buffers, Nvfp4Experts, Nvfp4Matrix, SwizzledScales,
-    e2m1, e4m3, float16,
+use megamoe::formats::fp4::{alphas_from_processed, up_gate_biases};
+use megamoe::formats::quantize::{
+    amax, global_scale, quantize, quantize_expert, quantize_expert_mxfp4, quantize_mxfp4,
 };
+use megamoe::formats::{
+    ExpertShape, ExpertTensors, Fp4Buffers, Fp4Experts, Fp4Matrix, GlobalScale, LinearScales, SwizzledScales, e2m1,
+    e4m3, e8m0, float16,
+};
+use megamoe::{Error, WeightFormat};
 use proptest::prelude::*;
 
 /// Magnitudes of E2M1.
@@ -284,13 +286,13 @@ impl Zeros {
         Zeros { rows, cols, codes: vec![(0, first_byte)], scales: vec![], global }
     }
 
-    fn build(&self) -> Nvfp4Matrix<'static> {
+    fn build(&self) -> Fp4Matrix<'static> {
         let mut codes = vec![0; self.rows * self.cols / 2];
         let mut scales = vec![0x38; self.rows * self.cols / 16];
         self.codes.iter().for_each(|&(at, byte)| codes[at] = byte);
         self.scales.iter().for_each(|&(at, byte)| scales[at] = byte);
         let scales = LinearScales::new("scales", self.rows, self.cols / 16, scales).unwrap();
-        Nvfp4Matrix::new(self.rows, self.cols, codes, scales, self.global).unwrap()
+        Fp4Matrix::new(self.rows, self.cols, codes, scales, self.global).unwrap()
     }
 }
 
@@ -301,14 +303,14 @@ fn probe() -> [Zeros; 3] {
     [Zeros::new(I, K, 0x06, ONE), Zeros::new(I, K, 0x01, ONE), Zeros::new(H, I, 0x02, ONE)]
 }
 
-fn pack(parts: &[Zeros; 3]) -> Nvfp4Experts {
+fn pack(parts: &[Zeros; 3]) -> Fp4Experts {
     let [gate, up, down] = parts.each_ref().map(Zeros::build);
-    Nvfp4Experts::pack(&vec![ExpertTensors { gate, up, down }; E]).unwrap()
+    Fp4Experts::pack(&vec![ExpertTensors { gate, up, down }; E]).unwrap()
 }
 
 /// out[0] of one token with x = `x` from k = 0 on, routed to expert 1, read from the packed bytes by the published
 /// layout: [up; gate] rows, low nibble first, 128x4 swizzle.
-fn probe_out(experts: &Nvfp4Experts, x: &[f64]) -> f32 {
+fn probe_out(experts: &Fp4Experts, x: &[f64]) -> f32 {
     let e4m3 = e4m3_magnitudes();
     let dot = |codes: &[u8], scales: &[u8], cols: usize, expert: usize, rows: usize, row: usize, x: &[f64]| -> f64 {
         let blocks = cols / 16;
@@ -377,7 +379,7 @@ fn a5_missing_scales_are_named_with_all_experts() {
         let experts = pack(&probe());
         let shape = experts.shape();
         let alpha1 = alpha1.map(|alpha| [alpha, alpha]).to_vec();
-        Nvfp4Experts::new(shape, Nvfp4Buffers { alpha1, ..experts.into_buffers() })
+        Fp4Experts::new(shape, Fp4Buffers { alpha1, ..experts.into_buffers() })
     };
     match with_alpha1([1.0, 1.0, f32::NAN, f32::INFINITY]).unwrap_err() {
         Error::Experts { name: "alpha1", experts, .. } => assert_eq!(experts, [2, 3]),
@@ -392,7 +394,7 @@ fn a5_missing_scales_are_named_with_all_experts() {
     for (expert, global) in [(1, GlobalScale::Divisor(0.0)), (3, GlobalScale::Divisor(f32::NAN))] {
         experts[expert].up = Zeros::new(I, K, 1, global).build();
     }
-    match Nvfp4Experts::pack(&experts).unwrap_err() {
+    match Fp4Experts::pack(&experts).unwrap_err() {
         Error::Experts { name: "weight_global_scale", experts, problem } => {
             assert_eq!(experts, [1, 3]);
             assert!(problem.contains("up"), "{problem}");
@@ -435,7 +437,10 @@ fn b1_up_comes_first_in_codes_and_scales() {
 fn b5_padding_rule_of_the_scales_is_that_of_the_layout() {
     let shape = ExpertShape { experts: 2, hidden: 64, intermediate: 1856, output: 64 };
     let scales = |rows: usize| SwizzledScales::from_bytes("s13", vec![0; 2 * rows * 4], 2, 3712, 4);
-    let buffers = |s13| Nvfp4Buffers {
+    let buffers = |s13| Fp4Buffers {
+        format: WeightFormat::Nvfp4,
+        b13: None,
+        b2: None,
         w13: vec![0; 2 * 3712 * 32],
         s13,
         alpha1: vec![[1.0; 2]; 2],
@@ -443,11 +448,11 @@ fn b5_padding_rule_of_the_scales_is_that_of_the_layout() {
         s2: SwizzledScales::zeroed("s2", 2, 64, 116).unwrap(),
         alpha2: vec![1.0; 2],
     };
-    Nvfp4Experts::new(shape, buffers(scales(3712).unwrap())).unwrap();
+    Fp4Experts::new(shape, buffers(scales(3712).unwrap())).unwrap();
     let error = scales(3840).unwrap_err();
     assert!(matches!(error, Error::BufferLength { name: "s13", given: 30720, needed: 29696 }), "{error}");
     let wide = SwizzledScales::from_bytes("s13", vec![0; 2 * 3840 * 4], 2, 3840, 4).unwrap();
-    let error = Nvfp4Experts::new(shape, buffers(wide)).unwrap_err();
+    let error = Fp4Experts::new(shape, buffers(wide)).unwrap_err();
     assert!(matches!(error, Error::Argument { name: "s13", .. }) && error.to_string().contains("3840"), "{error}");
 }
 
@@ -463,7 +468,7 @@ fn b7_low_nibble_is_the_even_element() {
 fn wrong_shapes_and_lengths_name_the_argument() {
     let good = pack(&probe());
     let shape = good.shape();
-    let argument = |shape: ExpertShape| match Nvfp4Experts::new(shape, good.clone().into_buffers()).unwrap_err() {
+    let argument = |shape: ExpertShape| match Fp4Experts::new(shape, good.clone().into_buffers()).unwrap_err() {
         Error::Argument { name, .. } => name,
         other => panic!("{other}"),
     };
@@ -478,10 +483,10 @@ fn wrong_shapes_and_lengths_name_the_argument() {
     assert_eq!(argument(ExpertShape { hidden: usize::MAX - 15, ..shape }), "w13");
     assert_eq!(argument(ExpertShape { output: usize::MAX, ..shape }), "w2");
 
-    let with = |change: &dyn Fn(&mut Nvfp4Buffers)| {
+    let with = |change: &dyn Fn(&mut Fp4Buffers)| {
         let mut buffers = good.clone().into_buffers();
         change(&mut buffers);
-        match Nvfp4Experts::new(shape, buffers).unwrap_err() {
+        match Fp4Experts::new(shape, buffers).unwrap_err() {
             Error::BufferLength { name, .. } | Error::Argument { name, .. } | Error::Experts { name, .. } => name,
             other => panic!("{other}"),
         }
@@ -499,11 +504,11 @@ fn wrong_shapes_and_lengths_name_the_argument() {
     let tall = Zeros::new(I + 16, K, 0, ONE).build();
     let expert = ExpertTensors { gate, up, down };
     let odd = ExpertTensors { up: tall, ..expert.clone() };
-    match Nvfp4Experts::pack(&[expert.clone(), odd.clone(), expert, odd]).unwrap_err() {
+    match Fp4Experts::pack(&[expert.clone(), odd.clone(), expert, odd]).unwrap_err() {
         Error::Experts { name: "up", experts, .. } => assert_eq!(experts, [1, 3]),
         other => panic!("{other}"),
     }
-    assert!(Nvfp4Experts::pack(&[]).is_err());
+    assert!(Fp4Experts::pack(&[]).is_err());
 }
 
 // ---- quantiser ----------------------------------------------------------------------------------------------------
@@ -537,7 +542,7 @@ fn quantiser_by_hand() {
 
 #[test]
 fn quantiser_refuses_what_it_cannot_represent() {
-    let argument = |result: megamoe::Result<_>| match result.map(|_: Nvfp4Matrix| ()).unwrap_err() {
+    let argument = |result: megamoe::Result<_>| match result.map(|_: Fp4Matrix| ()).unwrap_err() {
         Error::Argument { name, .. } | Error::BufferLength { name, .. } => name,
         other => panic!("{other}"),
     };
@@ -591,14 +596,191 @@ proptest! {
             let codes: Vec<u8> = (0..rows * cols / 2).map(|_| byte()).collect();
             let scales: Vec<u8> = (0..rows * cols / 16).map(|_| byte()).collect();
             let global = GlobalScale::Multiplier(f32::from(byte()) + 0.5);
-            Nvfp4Matrix::new(rows, cols, codes, LinearScales::new("s", rows, cols / 16, scales).unwrap(), global).unwrap()
+            Fp4Matrix::new(rows, cols, codes, LinearScales::new("s", rows, cols / 16, scales).unwrap(), global).unwrap()
         };
         let tensors: Vec<ExpertTensors> =
             (0..experts).map(|_| ExpertTensors { gate: matrix(i, k), up: matrix(i, k), down: matrix(h, i) }).collect();
-        let packed = Nvfp4Experts::pack(&tensors).unwrap();
+        let packed = Fp4Experts::pack(&tensors).unwrap();
         prop_assert_eq!(packed.shape(), ExpertShape { experts, hidden: k, intermediate: i, output: h });
         for (e, expert) in tensors.iter().enumerate() {
             prop_assert_eq!(&packed.unpack(e), expert);
+        }
+    }
+}
+
+// ---- MXFP4 --------------------------------------------------------------------------------------------------------
+
+#[test]
+fn e8m0_all_bytes() {
+    for byte in 0..255u8 {
+        assert_eq!(f64::from(e8m0::decode(byte)), 2f64.powi(i32::from(byte) - 127), "{byte}");
+    }
+    assert_eq!(e8m0::decode(255).to_bits(), 0x7FFF_FFFF);
+    assert_eq!(e8m0::decode(e8m0::ONE), 1.0);
+    // Products with all codes are f16 numbers in this range, and not all of them just outside.
+    let exact = |byte: u8| {
+        E2M1.into_iter().all(|code| {
+            let product = code * 2f64.powi(i32::from(byte) - 127);
+            product.abs() <= 65504.0 && f16_value(float16::f16_from_f32(product as f32)) == product
+        })
+    };
+    let range = e8m0::EXACT_IN_F16;
+    assert!(!exact(range.start() - 1) && !exact(range.end() + 1));
+    assert!(range.into_iter().all(exact));
+}
+
+/// The rule of the format's standard by search: the largest power of two that is at most the largest magnitude, over 4.
+fn mxfp4_scale(amax: f64) -> u8 {
+    if amax == 0.0 {
+        return 127;
+    }
+    (0..255u8).rev().find(|&byte| 4.0 * 2f64.powi(i32::from(byte) - 127) <= amax).unwrap_or(0)
+}
+
+#[test]
+fn mxfp4_quantiser_by_hand() {
+    let mut weights = vec![0f32; 5 * 32];
+    // Largest 6: scale 1. Ties to the even code, both signs, -0.
+    weights[..10].copy_from_slice(&[6.0, 5.0, 2.5, 0.25, -0.25, -0.75, 1.75, -3.5, -0.0, 0.0]);
+    // Largest 7.5, still scale 1: it saturates at 6. 8 would be scale 2.
+    weights[32..34].copy_from_slice(&[7.5, -7.0]);
+    weights[64..66].copy_from_slice(&[8.0, -1.0]);
+    // The smallest bf16, 2^-133: scale 2^-127, of which it is 1/64. And the largest, 255·2^120: scale 2^125.
+    weights[96] = f32::from_bits(0x0001_0000);
+    weights[97] = f32::from_bits(0x0020_0000);
+    weights[128] = f32::from_bits(0x7F7F_0000);
+    let matrix = quantize_mxfp4("w", &bf16(&weights), 1, 160).unwrap();
+    assert_eq!(matrix.format(), WeightFormat::Mxfp4);
+    assert_eq!(matrix.scales().bytes(), [127, 127, 128, 0, 252]);
+    let mut codes = [0u8; 80];
+    codes[..5].copy_from_slice(&[0x67, 0x04, 0xA8, 0xE4, 0x08]);
+    codes[16] = 0xF7;
+    codes[32] = 0x96;
+    // 2^-133 over 2^-127 rounds to 0; 2^-128 over it is 0.5.
+    codes[48] = 0x10;
+    codes[64] = 0x07;
+    assert_eq!(matrix.codes(), codes);
+    assert_eq!(matrix.dequantize()[..2], [6.0, 4.0]);
+    assert_eq!(matrix.dequantize()[97].to_bits(), 0x0020_0000);
+    let zeros = quantize_mxfp4("w", &bf16(&[0.0, -0.0].repeat(16)), 1, 32).unwrap();
+    assert_eq!((zeros.scales().bytes(), zeros.codes()[0]), ([127].as_slice(), 0x80));
+}
+
+#[test]
+fn mxfp4_quantiser_refuses_what_it_cannot_represent() {
+    let argument = |result: megamoe::Result<Fp4Matrix>| match result.unwrap_err() {
+        Error::Argument { name, .. } | Error::BufferLength { name, .. } => name,
+        other => panic!("{other}"),
+    };
+    assert_eq!(argument(quantize_mxfp4("gate", &bf16(&[f32::NAN; 32]), 1, 32)), "gate");
+    assert_eq!(argument(quantize_mxfp4("gate", &bf16(&[f32::INFINITY; 32]), 1, 32)), "gate");
+    assert_eq!(argument(quantize_mxfp4("gate", &[0; 31], 1, 32)), "gate");
+    assert_eq!(argument(quantize_mxfp4("gate", &[0; 48], 1, 48)), "cols");
+    assert_eq!(argument(quantize_mxfp4("gate", &[], 1, 0)), "cols");
+    assert!(quantize_expert_mxfp4(&[], &[], &[], 32, 0).is_err());
+}
+
+/// What gpt-oss's files hold: rows of gate and up by turns, and biases in the same manner.
+#[test]
+fn interleaved_rows_and_biases_come_apart() {
+    // Row r has code r mod 16 everywhere and scale 100 + r.
+    let codes: Vec<u8> = (0..6).flat_map(|r| [r | r << 4; 32]).collect();
+    let scales: Vec<u8> = (0..6).flat_map(|r| [100 + r; 2]).collect();
+    let fused = Fp4Matrix::mxfp4(6, 64, codes, LinearScales::new("s", 6, 2, scales).unwrap()).unwrap();
+    let [gate, up] = fused.split_interleaved().unwrap();
+    for (matrix, rows) in [(&gate, [0u8, 2, 4]), (&up, [1, 3, 5])] {
+        assert_eq!((matrix.rows(), matrix.cols(), matrix.format()), (3, 64, WeightFormat::Mxfp4));
+        assert_eq!(matrix.codes(), rows.map(|r| [r | r << 4; 32]).concat());
+        assert_eq!(matrix.scales().bytes(), rows.map(|r| [100 + r; 2]).concat());
+    }
+    let odd = Fp4Matrix::mxfp4(3, 32, vec![0; 48], LinearScales::new("s", 3, 1, vec![0; 3]).unwrap()).unwrap();
+    assert!(matches!(odd.split_interleaved().unwrap_err(), Error::Argument { name: "rows", .. }));
+    // Gate at even, up at odd places; up comes first in b13.
+    let biases = up_gate_biases(&[0.0, 10.0, 1.0, 11.0, 2.0, 12.0, 3.0, 13.0], 2, 2).unwrap();
+    assert_eq!(biases, [10.0, 11.0, 0.0, 1.0, 12.0, 13.0, 2.0, 3.0]);
+    assert!(up_gate_biases(&[0.0; 7], 2, 2).is_err());
+}
+
+/// Sizes, formats, biases and alphas that do not fit are named.
+#[test]
+fn mxfp4_experts_are_checked() {
+    let mx = |rows: usize, cols: usize| {
+        let scales = LinearScales::new("s", rows, cols / 32, vec![127; rows * cols / 32]).unwrap();
+        Fp4Matrix::mxfp4(rows, cols, vec![0x22; rows * cols / 2], scales).unwrap()
+    };
+    let nv = |rows: usize, cols: usize| {
+        let scales = LinearScales::new("s", rows, cols / 16, vec![0x38; rows * cols / 16]).unwrap();
+        Fp4Matrix::new(rows, cols, vec![0; rows * cols / 2], scales, GlobalScale::Multiplier(1.0)).unwrap()
+    };
+    let name = |error: Error| match error {
+        Error::Argument { name, .. } | Error::BufferLength { name, .. } | Error::Experts { name, .. } => name,
+        other => panic!("{other}"),
+    };
+    let expert = || ExpertTensors { gate: mx(32, 64), up: mx(32, 64), down: mx(5, 32) };
+    let experts = Fp4Experts::pack(&[expert(), expert()]).unwrap();
+    assert_eq!(experts.format(), WeightFormat::Mxfp4);
+    assert_eq!((experts.s13().cols(), experts.s2().cols()), (2, 1));
+    assert_eq!((experts.alpha1(), experts.alpha2()), ([[1.0; 2]; 2].as_slice(), [1.0; 2].as_slice()));
+    assert_eq!(experts.unpack(1), expert());
+    experts.check_f16().unwrap();
+    // A block of 48 is fine for NVFP4's 16, not for 32.
+    let (gate, up) = (mx(48, 64), mx(48, 64));
+    let error = Fp4Experts::pack(&[ExpertTensors { gate, up, down: nv(5, 48) }]).unwrap_err();
+    assert_eq!(name(error), "intermediate");
+    let scales = || LinearScales::new("s", 1, 3, vec![0; 3]).unwrap();
+    assert_eq!(name(Fp4Matrix::mxfp4(1, 48, vec![0; 24], scales()).unwrap_err()), "cols");
+    assert_eq!(name(Fp4Matrix::mxfp4(1, 64, vec![0; 32], scales()).unwrap_err()), "scales");
+    assert_eq!(name(Fp4Matrix::mxfp4(1, 96, vec![0; 32], scales()).unwrap_err()), "codes");
+    // Formats may not mix.
+    let mixed = ExpertTensors { down: nv(5, 32), ..expert() };
+    match Fp4Experts::pack(&[expert(), mixed]).unwrap_err() {
+        Error::Experts { name: "down", experts, .. } => assert_eq!(experts, [1]),
+        other => panic!("{other}"),
+    }
+    // Biases of the right number, finite; an alpha is 1.
+    let with = |b13: Vec<f32>, b2: Vec<f32>| experts.clone().with_biases(Some(b13), Some(b2));
+    let biased = with(vec![0.5; 128], vec![0.25; 10]).unwrap();
+    assert_eq!((biased.b13().unwrap().len(), biased.b2().unwrap().len()), (128, 10));
+    assert_eq!(name(with(vec![0.5; 127], vec![0.25; 10]).unwrap_err()), "b13");
+    assert_eq!(name(with(vec![0.5; 128], vec![0.25; 11]).unwrap_err()), "b2");
+    let mut nan = vec![0.0; 128];
+    nan[70] = f32::NAN;
+    match with(nan, vec![0.25; 10]).unwrap_err() {
+        Error::Experts { name: "b13", experts, .. } => assert_eq!(experts, [1]),
+        other => panic!("{other}"),
+    }
+    let mut buffers = experts.clone().into_buffers();
+    buffers.alpha2[1] = 2.0;
+    assert_eq!(name(Fp4Experts::new(experts.shape(), buffers).unwrap_err()), "alpha2");
+    // A NaN scale is seen.
+    let scales = LinearScales::new("s", 1, 2, vec![0x7F, 0xFF]).unwrap();
+    assert!(Fp4Matrix::mxfp4(1, 64, vec![0; 32], scales).unwrap().has_nan_scale());
+    assert!(!mx(1, 64).has_nan_scale());
+}
+
+proptest! {
+    #[test]
+    fn mxfp4_codes_are_the_nearest_under_the_standards_scale(
+        mantissas in prop::collection::vec(-1.0f32..1.0, 64),
+        exponents in prop::collection::vec(-6i32..1, 64),
+        size in -130i32..120,
+    ) {
+        let weights: Vec<f32> = mantissas.iter().zip(&exponents).map(|(m, e)| m * 2f32.powi(*e) * 2f32.powi(size)).collect();
+        let bits = bf16(&weights);
+        let weights: Vec<f64> = bits.iter().map(|&bits| f64::from(f32::from_bits(u32::from(bits) << 16))).collect();
+        let matrix = quantize_mxfp4("w", &bits, 2, 32).unwrap();
+        for (row, weights) in weights.chunks(32).enumerate() {
+            let scale = mxfp4_scale(weights.iter().fold(0.0, |a: f64, w| a.max(w.abs())));
+            prop_assert_eq!(matrix.scales().get(row, 0), scale);
+            for (i, w) in weights.iter().enumerate() {
+                let byte = matrix.codes()[row * 16 + i / 2];
+                let code = if i % 2 == 0 { byte & 15 } else { byte >> 4 };
+                let wanted = nearest(&E2M1, w / 2f64.powi(i32::from(scale) - 127));
+                prop_assert_eq!(code & 7, wanted, "{} under {}", w, scale);
+                prop_assert_eq!(code & 8 != 0, w.is_sign_negative());
+                let value = f64::from(matrix.dequantize()[row * 32 + i]);
+                prop_assert_eq!(value.abs(), E2M1[usize::from(wanted)] * 2f64.powi(i32::from(scale) - 127));
+            }
         }
     }
 }

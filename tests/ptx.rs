@@ -15,8 +15,29 @@ include!(concat!(env!("OUT_DIR"), "/ptx_modules.rs"));
 
 /// Registers that a kernel whose name starts so may use, on any architecture. The kernels that stream weights need
 /// 16 warps on a multiprocessor, hence 128; the others are short and must not hold back occupancy.
-const REGISTER_CEILINGS: [(&str, u32); 7] =
-    [("combine", 64), ("copy", 64), ("fc1", 128), ("fc2", 128), ("fill", 64), ("read", 64), ("route_prep", 64)];
+const REGISTER_CEILINGS: [(&str, u32); 21] = [
+    ("combine", 64),
+    ("copy", 64),
+    ("fc1", 128),
+    ("fc2", 128),
+    ("fill", 64),
+    ("read", 64),
+    ("route_prep", 64),
+    ("gate_logits", 128),
+    ("moe_gate_topk", 64),
+    ("router_gemm", 128),
+    ("scale_rows", 64),
+    ("topk_512", 80),
+    ("topk", 64),
+    ("blend", 64),
+    ("per_token_group_quant", 64),
+    ("sigmoid_table", 64),
+    ("silu_mul", 64),
+    ("sort", 64),
+    ("tile_worklist", 64),
+    ("unpermute", 80),
+    ("weighted_sum_blend", 80),
+];
 
 /// Threads and least resident blocks of a kernel.
 type Bounds = (u32, u32);
@@ -53,7 +74,23 @@ fn declared() -> BTreeMap<&'static str, Bounds> {
         combine::combine,
         fc1::fc1,
         fc2::fc2,
+        gate_topk::gate_logits,
+        gate_topk::gate_topk,
         route_prep::route_prep,
+        router::router_gemm,
+        router::router_gemm_strict,
+        topk::scale_rows,
+        topk::topk,
+        quant::per_token_group_quant_fp8,
+        silu_mul::sigmoid_table,
+        silu_mul::silu_mul,
+        silu_mul::silu_mul_quant_fp8,
+        sort::sort_by_expert,
+        sort::sort_count,
+        unpermute::blend,
+        unpermute::unpermute_blend,
+        unpermute::unpermute_reduce,
+        worklist::tile_worklist,
     );
     families.into_iter().flatten().copied().collect()
 }

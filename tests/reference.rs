@@ -2,28 +2,33 @@
 //! a second time, and f64.
 
 use kernels_gpu::layout::scale::{padded_cols, swizzled_offset};
-use megamoe::diff::{Case as Probe, ONE, Random, SHAPE, floats};
+use megamoe::diff::{Case as Probe, Family, ONE, Random, SHAPE, draw_in, floats};
+use megamoe::formats::fp4::up_gate_biases;
+use megamoe::formats::quantize::quantize_mxfp4;
+use megamoe::formats::{ExpertTensors, Fp4Experts};
 use megamoe::reference::mma::{NAN, mma16};
-use megamoe::reference::{LayerInputs, Mode, Status, combine, fc1, fc2, layer_bound, math, route_prep, sum_bound};
-use megamoe::{Activation, Error, LayerOptions, LayerShape, Order, Split, XType};
+use megamoe::reference::{
+    Fp4View, LayerInputs, Mode, Status, combine, fc1, fc2, layer, layer_bound, math, route_prep, sum_bound,
+};
+use megamoe::{Activation, Error, Gating, LayerOptions, LayerShape, Order, Split, WeightFormat, XType};
 use rayon::prelude::*;
 
 const ACTIVATIONS: [Activation; 2] = [Activation::Bf16, Activation::F16];
 const MODES: [Mode; 2] = [Mode::Exact, Mode::Fast];
 
 fn options(activation: Activation, split: Split) -> LayerOptions {
-    LayerOptions { activation, order: Order::Seed { split }, limit: None }
+    LayerOptions { activation, order: Order::Seed { split }, ..Default::default() }
 }
 
 /// The output of an exact probe, after checking that all splits, activations and modes agree on it and set no status.
 fn answer(probe: &Probe) -> Vec<f32> {
     let mut probe = probe.clone();
-    let limit = probe.options.limit;
+    let gating = probe.options.gating;
     let wanted = probe.run(Mode::Exact).unwrap();
     for activation in ACTIVATIONS {
         for split in Split::ALL {
             for mode in MODES {
-                probe.options = LayerOptions { limit, ..options(activation, split) };
+                probe.options = LayerOptions { gating, ..options(activation, split) };
                 assert_eq!(probe.run(mode).unwrap(), wanted, "{activation:?} {split:?} {mode:?}");
             }
         }
@@ -304,10 +309,10 @@ fn h1_x_above_the_range_of_f16() {
 #[test]
 fn h3_silu_of_a_large_negative_gate() {
     for gate in [-88.0, -89.0, -200.0, -1e30] {
-        let y = math::swiglu(gate, 3.0, None);
+        let y = math::gated(Gating::default(), gate, 3.0);
         assert!(y.abs() <= 1e-35, "{gate}: {y}");
     }
-    assert_eq!(math::swiglu(f32::NEG_INFINITY, 3.0, None).to_bits(), NAN);
+    assert_eq!(math::gated(Gating::default(), f32::NEG_INFINITY, 3.0).to_bits(), NAN);
     let mut probe = Probe::new();
     probe.alpha1 = vec![[1.0, -1e30]; 4];
     assert_first_column(&probe, &[0.0]);
@@ -336,7 +341,7 @@ fn h5_bytes_in_the_padding_of_the_scales() {
 #[test]
 fn h6_clamp() {
     let mut probe = Probe::new();
-    probe.options.limit = Some(1.0);
+    probe.options.gating = Gating::Silu { limit: Some(1.0) };
     probe.set_up(1, 0, 0, 0x6);
     assert_first_column(&probe, &[0.730_468_75]);
     probe.set_up(1, 0, 0, 0xe);
@@ -347,12 +352,12 @@ fn h6_clamp() {
     }
     // A limit that is infinite is no limit; a NaN passes through the clamp.
     let mut probe = Probe::new();
-    probe.options.limit = Some(f32::INFINITY);
+    probe.options.gating = Gating::Silu { limit: Some(f32::INFINITY) };
     assert_first_column(&probe, &[128.0]);
-    assert_eq!(math::swiglu(f32::NAN, 1.0, Some(1.0)).to_bits(), NAN);
-    assert_eq!(math::swiglu(1.0, f32::NAN, Some(1.0)).to_bits(), NAN);
+    assert_eq!(math::gated(Gating::Silu { limit: Some(1.0) }, f32::NAN, 1.0).to_bits(), NAN);
+    assert_eq!(math::gated(Gating::Silu { limit: Some(1.0) }, 1.0, f32::NAN).to_bits(), NAN);
     for limit in [0.0, -1.0, f32::NAN, f32::NEG_INFINITY] {
-        probe.options.limit = Some(limit);
+        probe.options.gating = Gating::Silu { limit: Some(limit) };
         assert_eq!(argument_of(probe.run(Mode::Exact).unwrap_err()), "limit");
     }
 }
@@ -472,14 +477,20 @@ fn route_prep_is_stable_and_splits_at_eight() {
 /// The definition once more, one output at a time: (h, ypart).
 fn by_the_book(probe: &Probe) -> (Vec<u16>, Vec<f32>) {
     let LayerShape { hidden, intermediate, output, experts, top_k } = probe.shape;
-    let LayerOptions { activation, order: Order::Seed { split }, limit } = probe.options;
+    let LayerOptions { format, activation, order: Order::Seed { split }, gating } = probe.options;
+    let block = format.block();
     let weight = |codes: &[u8], scales: &[u8], row: usize, k: usize, cols: usize| -> u16 {
         if k >= cols {
             return 0;
         }
         let code = codes[row * cols / 2 + k / 2] >> (4 * (k % 2)) & 15;
-        let scale = scales[swizzled_offset(row, k / 16, padded_cols(cols / 16))];
-        math::from_f32(activation, math::e2m1(code) * math::e4m3(scale))
+        let scale = scales[swizzled_offset(row, k / block, padded_cols(cols / block))];
+        let scale = match format {
+            WeightFormat::Nvfp4 => math::e4m3(scale),
+            WeightFormat::Mxfp4 if scale == 255 => f32::NAN,
+            WeightFormat::Mxfp4 => 2f64.powi(i32::from(scale) - 127) as f32,
+        };
+        math::from_f32(activation, math::e2m1(code) * scale)
     };
     let chain = |weight: &dyn Fn(usize) -> u16, x: &dyn Fn(usize) -> u16, chunks: std::ops::Range<usize>| {
         let mut c = 0;
@@ -528,19 +539,30 @@ fn by_the_book(probe: &Probe) -> (Vec<u16>, Vec<f32>) {
             };
             let [alpha_up, alpha_gate] = probe.alpha1[e];
             let (mut u, mut g) = (alpha_up * sum(n), alpha_gate * sum(intermediate + n));
-            if let Some(limit) = limit {
+            if let Some(b13) = &probe.b13 {
+                let b13 = &b13[e * 2 * intermediate..];
+                (u, g) = (u + b13[n], g + b13[intermediate + n]);
+            }
+            if let Some(limit) = gating.limit() {
                 // Comparisons with NaN are false: it stays.
                 g = if g > limit { limit } else { g };
                 u = if u > limit { limit } else { u };
                 u = if u < -limit { -limit } else { u };
             }
-            h[pair * intermediate + n] = math::from_f32(activation, g / (1.0 + math::exp(-g)) * u);
+            let joined = match gating {
+                Gating::Silu { .. } => g / (1.0 + math::exp(-g)) * u,
+                Gating::SwigluOai { alpha, .. } => (u + 1.0) * (g * (1.0 / (1.0 + math::exp(-(alpha * g))))),
+            };
+            h[pair * intermediate + n] = math::from_f32(activation, joined);
         }
-        let scale = probe.alpha2[e] * probe.topk_w[pair];
+        let (alpha, topk_w) = (probe.alpha2[e], probe.topk_w[pair]);
         for row in 0..output {
             let h = |k: usize| if k < intermediate { h[pair * intermediate + k] } else { 0 };
             let y = chain(&|k| weight(w2, s2, row, k, intermediate), &h, 0..intermediate.div_ceil(128));
-            ypart[pair * output + row] = scale * y;
+            ypart[pair * output + row] = match &probe.b2 {
+                Some(b2) => (alpha * y + b2[e * output + row]) * topk_w,
+                None => alpha * topk_w * y,
+            };
         }
     }
     (h, ypart)
@@ -561,27 +583,222 @@ fn exact_mode_equals_the_definition() {
         for activation in ACTIVATIONS {
             for split in Split::ALL {
                 let mut probe = Probe::random(shape, 3, seed as u64);
-                probe.options = LayerOptions { limit: Some(0.75), ..options(activation, split) };
+                probe.options =
+                    LayerOptions { gating: Gating::Silu { limit: Some(0.75) }, ..options(activation, split) };
                 if seed == 1 {
                     probe.set_x(1, 100, f32::NAN);
                     probe.set_x(2, 271, f32::INFINITY);
                 }
-                let (h, ypart) = by_the_book(&probe);
-                let route = route_prep(&probe.topk_ids, shape.top_k, shape.experts).unwrap();
-                let (x, _) = megamoe::reference::convert_x(&probe.inputs(), &shape, activation, &route).unwrap();
-                let (got_h, _) = fc1(&probe.view(), &probe.options, &x, &route, Mode::Exact).unwrap();
-                assert_eq!(got_h, h, "{shape:?} {activation:?} {split:?}");
-                let got = fc2(&probe.view(), &probe.options, &h, &probe.topk_w, &route, Mode::Exact).unwrap();
-                let bits = |y: &[f32]| y.iter().map(|&y| math::canonical(y).to_bits()).collect::<Vec<_>>();
-                assert_eq!(bits(&got), bits(&ypart), "{shape:?} {activation:?} {split:?}");
-                assert!(got.iter().filter(|y| y.is_nan()).all(|y| y.to_bits() == NAN));
-                let out = combine(&ypart, shape.output, &route).unwrap();
-                assert_eq!(probe.run(Mode::Exact).unwrap().out, out);
-                checked += out.iter().filter(|&&y| y != 0).count();
+                checked += check_by_the_book(&probe);
             }
         }
     }
     assert!(checked > 500, "{checked}");
+}
+
+/// h, weighted results and output of the exact mode are the definition's; how many outputs are not 0.
+#[track_caller]
+fn check_by_the_book(probe: &Probe) -> usize {
+    let (shape, options) = (probe.shape, probe.options);
+    let (h, ypart) = by_the_book(probe);
+    let route = route_prep(&probe.topk_ids, shape.top_k, shape.experts).unwrap();
+    let (x, _) = megamoe::reference::convert_x(&probe.inputs(), &shape, options.activation, &route).unwrap();
+    let (got_h, _) = fc1(&probe.view(), &options, &x, &route, Mode::Exact).unwrap();
+    assert_eq!(got_h, h, "{shape:?} {options:?}");
+    let got = fc2(&probe.view(), &options, &h, &probe.topk_w, &route, Mode::Exact).unwrap();
+    let bits = |y: &[f32]| y.iter().map(|&y| math::canonical(y).to_bits()).collect::<Vec<_>>();
+    assert_eq!(bits(&got), bits(&ypart), "{shape:?} {options:?}");
+    assert!(got.iter().filter(|y| y.is_nan()).all(|y| y.to_bits() == NAN));
+    let out = combine(&ypart, shape.output, &route).unwrap();
+    assert_eq!(probe.run(Mode::Exact).unwrap().out, out);
+    out.iter().filter(|&&y| y != 0).count()
+}
+
+const MXFP4_SHAPES: [LayerShape; 4] = [
+    LayerShape { hidden: 32, intermediate: 32, output: 1, experts: 1, top_k: 1 },
+    LayerShape { hidden: 288, intermediate: 64, output: 9, experts: 3, top_k: 2 },
+    LayerShape { hidden: 1056, intermediate: 32, output: 24, experts: 2, top_k: 3 },
+    LayerShape { hidden: 640, intermediate: 160, output: 17, experts: 5, top_k: 4 },
+];
+
+/// A case with MXFP4 weights, and biases and gating by turns.
+fn mxfp4_case(family: Family, shape: LayerShape, tokens: usize, activation: Activation, turn: usize) -> Probe {
+    let mut probe = draw_in(WeightFormat::Mxfp4, family, shape, tokens, turn as u64);
+    let gating = [Gating::GPT_OSS, Gating::Silu { limit: Some(0.75) }, Gating::Silu { limit: None }][turn % 3];
+    let order = Order::Seed { split: Split::ALL[turn % 4] };
+    probe.options = LayerOptions { activation, order, gating, ..probe.options };
+    if turn.is_multiple_of(2) {
+        probe.add_biases(turn as u64);
+    }
+    if activation == Activation::F16 { probe.fit_f16() } else { probe }
+}
+
+#[test]
+fn exact_mode_equals_the_definition_with_mxfp4() {
+    let (mut checked, mut turn) = (0, 0);
+    for family in [Family::Random, Family::Codes, Family::Subnormal, Family::Special, Family::Extreme] {
+        for shape in MXFP4_SHAPES {
+            for activation in ACTIVATIONS {
+                checked += check_by_the_book(&mxfp4_case(family, shape, 3, activation, turn));
+                turn += 1;
+            }
+        }
+    }
+    // NVFP4 with biases and gpt-oss's gating.
+    for (seed, shape) in ODD_SHAPES.into_iter().enumerate() {
+        let mut probe = Probe::random(shape, 3, seed as u64);
+        probe.add_biases(seed as u64);
+        probe.options.gating = Gating::GPT_OSS;
+        checked += check_by_the_book(&probe);
+    }
+    assert!(checked > 500, "{checked}");
+}
+
+#[test]
+fn gpt_oss_gating_of_special_values() {
+    let oai = |alpha, limit| Gating::SwigluOai { alpha, limit };
+    let (inf, nan) = (f32::INFINITY, f32::NAN);
+    // sigmoid(17) is 1 - 4e-8, which rounds to 1; the clamps act on gate from above, on up on both sides.
+    assert_eq!(math::gated(oai(1.702, 20.0), 17.0, 3.0), 68.0);
+    assert_eq!(math::gated(oai(1.702, 20.0), 100.0, 100.0), 420.0);
+    assert_eq!(math::gated(oai(1.702, 20.0), 20.0, -100.0), -380.0);
+    assert_eq!(math::gated(oai(1.702, 7.0), -1000.0, 5.0), -0.0);
+    // Up is -1: nothing comes through, whatever the gate, but for what is not a number.
+    assert_eq!(math::gated(Gating::GPT_OSS, 5.0, -1.0), 0.0);
+    assert_eq!(math::gated(oai(0.0, 7.0), 6.0, 1.0), 6.0);
+    for (gate, up) in [(nan, 1.0), (1.0, nan), (nan, nan), (f32::NEG_INFINITY, 1.0)] {
+        assert_eq!(math::gated(Gating::GPT_OSS, gate, up).to_bits(), NAN, "{gate}, {up}");
+    }
+    assert_eq!(math::gated(oai(1.0, inf), inf, 1.0), inf);
+    assert_eq!(math::gated(oai(1.0, inf), 1.0, -inf), -inf);
+    // -1 times infinity less 1 is 0 times infinity.
+    assert_eq!(math::gated(oai(1.0, inf), inf, -1.0).to_bits(), NAN);
+    // A clamp bounds infinities.
+    assert!(math::gated(Gating::GPT_OSS, inf, inf).is_finite());
+}
+
+/// Weights from our own quantiser, interleaved as gpt-oss's files have them, then a layer in plain f32 on the dequantised weights, by
+/// another program than the reference: biases, clamps and sizes as in gpt-oss, scaled down.
+#[test]
+fn mxfp4_layers_are_near_a_plain_one() {
+    let shape = LayerShape { hidden: 288, intermediate: 96, output: 288, experts: 6, top_k: 3 };
+    let LayerShape { hidden, intermediate, output, experts, top_k } = shape;
+    let mut random = Random(77);
+    let mut normal = |scale: f32| (0..4).map(|_| random.in_range(-1.0, 1.0)).sum::<f32>() * scale;
+    let mut bf16 = |len: usize, scale: f32| -> Vec<u16> {
+        (0..len).map(|_| math::from_f32(Activation::Bf16, normal(scale))).collect()
+    };
+    let mut tensors = vec![];
+    let mut weights = vec![];
+    for _ in 0..experts {
+        let gate_up =
+            quantize_mxfp4("gate_up", &bf16(2 * intermediate * hidden, 0.15), 2 * intermediate, hidden).unwrap();
+        let down = quantize_mxfp4("down", &bf16(output * intermediate, 0.15), output, intermediate).unwrap();
+        weights.push((gate_up.dequantize(), down.dequantize()));
+        let [gate, up] = gate_up.split_interleaved().unwrap();
+        tensors.push(ExpertTensors { gate, up, down });
+    }
+    let tokens = 9;
+    let x = bf16(tokens * hidden, 1.0);
+    let bias = |len: usize, normal: &mut dyn FnMut(f32) -> f32| -> Vec<f32> { (0..len).map(|_| normal(0.5)).collect() };
+    let mut gate_up_bias = bias(experts * 2 * intermediate, &mut normal);
+    // So large that both clamps act in every token.
+    (gate_up_bias[0], gate_up_bias[1]) = (9.0, -8.5);
+    let down_bias = bias(experts * output, &mut normal);
+    let packed = Fp4Experts::pack(&tensors)
+        .unwrap()
+        .with_biases(Some(up_gate_biases(&gate_up_bias, experts, intermediate).unwrap()), Some(down_bias.clone()))
+        .unwrap();
+    let topk_ids: Vec<i32> = (0..tokens * top_k).map(|pair| ((pair * 5 + pair / 7) % experts) as i32).collect();
+    let topk_w: Vec<f32> = (0..tokens * top_k).map(|pair| 0.1 + 0.05 * (pair % 11) as f32).collect();
+
+    let plain: Vec<f32> = (0..tokens)
+        .into_par_iter()
+        .flat_map(|token| {
+            let x: Vec<f32> =
+                x[token * hidden..][..hidden].iter().map(|&x| math::to_f32(Activation::Bf16, x)).collect();
+            let mut out = vec![0.0f32; output];
+            for pair in token * top_k..(token + 1) * top_k {
+                let e = topk_ids[pair] as usize;
+                let (gate_up, down) = &weights[e];
+                let row = |w: &[f32], x: &[f32], r: usize| {
+                    w[r * x.len()..][..x.len()].iter().zip(x).map(|(w, x)| w * x).sum::<f32>()
+                };
+                let h: Vec<f32> = (0..intermediate)
+                    .map(|n| {
+                        let bias = &gate_up_bias[e * 2 * intermediate..];
+                        let gate = (row(gate_up, &x, 2 * n) + bias[2 * n]).min(7.0);
+                        let up = (row(gate_up, &x, 2 * n + 1) + bias[2 * n + 1]).clamp(-7.0, 7.0);
+                        gate / (1.0 + (-1.702 * gate).exp()) * (up + 1.0)
+                    })
+                    .collect();
+                for (r, out) in out.iter_mut().enumerate() {
+                    *out += topk_w[pair] * (row(down, &h, r) + down_bias[e * output + r]);
+                }
+            }
+            out
+        })
+        .collect();
+    let distance = |a: &[f32], b: &[f32]| {
+        let square = |all: &mut dyn Iterator<Item = f32>| all.map(|x| f64::from(x).powi(2)).sum::<f64>();
+        (square(&mut a.iter().zip(b).map(|(a, b)| a - b)) / square(&mut b.iter().copied())).sqrt()
+    };
+    let view = Fp4View {
+        shape,
+        format: packed.format(),
+        w13: packed.w13(),
+        s13: packed.s13().bytes(),
+        alpha1: packed.alpha1(),
+        b13: packed.b13(),
+        w2: packed.w2(),
+        s2: packed.s2().bytes(),
+        alpha2: packed.alpha2(),
+        b2: packed.b2(),
+    };
+    let inputs = LayerInputs { tokens, x: &x, x_type: XType::Bf16, topk_ids: &topk_ids, topk_w: &topk_w };
+    for (activation, most) in [(Activation::Bf16, 4e-3), (Activation::F16, 2.5e-3)] {
+        for mode in MODES {
+            let arithmetic =
+                |gating| LayerOptions { format: WeightFormat::Mxfp4, activation, gating, ..Default::default() };
+            let run = |view: &Fp4View, gating| floats(&layer(view, &arithmetic(gating), &inputs, mode).unwrap().out);
+            let error = distance(&run(&view, Gating::GPT_OSS), &plain);
+            assert!(error < most, "{activation:?} {mode:?}: {error}");
+            // Nothing that a mistake in the layout would give is as near.
+            let wrong = [
+                run(&view, Gating::Silu { limit: Some(7.0) }),
+                run(&Fp4View { b13: None, ..view }, Gating::GPT_OSS),
+                run(&Fp4View { b13: Some(&gate_up_bias), ..view }, Gating::GPT_OSS),
+                run(&Fp4View { b2: None, ..view }, Gating::GPT_OSS),
+            ];
+            assert!(wrong.iter().all(|wrong| distance(wrong, &plain) > 10.0 * most));
+        }
+    }
+}
+
+#[test]
+fn fast_mode_stays_within_the_stated_bound_with_mxfp4() {
+    let mut turn = 0;
+    for family in [Family::Random, Family::Codes, Family::Subnormal, Family::OneExpert] {
+        for shape in MXFP4_SHAPES {
+            for activation in ACTIVATIONS {
+                let probe = mxfp4_case(family, shape, 6, activation, turn);
+                turn += 1;
+                let bound = layer_bound(&probe.view(), &probe.options, &probe.inputs()).unwrap();
+                let exact = probe.run(Mode::Exact).unwrap().out;
+                let fast = probe.run(Mode::Fast).unwrap().out;
+                let what = format!("{family} {shape:?} {:?}", probe.options);
+                for (i, ((a, b), bound)) in floats(&exact).iter().zip(floats(&fast)).zip(&bound).enumerate() {
+                    let same = a.to_bits() == b.to_bits();
+                    assert!(same || bound.is_infinite() || (a - b).abs() <= *bound, "{what}, {i}: {a}, {b}, {bound}");
+                }
+                if family == Family::Random {
+                    let mut swapped = probe.clone();
+                    swapped.w13.iter_mut().for_each(|byte| *byte = byte.rotate_left(4));
+                    assert!(!within(&exact, &swapped.run(Mode::Fast).unwrap().out, &bound), "{what}");
+                }
+            }
+        }
+    }
 }
 
 /// Splits are different sums: the split is part of what the bits depend on.
@@ -619,7 +836,7 @@ fn fast_mode_stays_within_the_stated_bound() {
         for activation in ACTIVATIONS {
             for limit in [None, Some(0.3)] {
                 let mut probe = Probe::random(shape, 6, 100 + seed as u64);
-                probe.options = LayerOptions { limit, ..options(activation, Split::S4) };
+                probe.options = LayerOptions { gating: Gating::Silu { limit }, ..options(activation, Split::S4) };
                 let bound = layer_bound(&probe.view(), &probe.options, &probe.inputs()).unwrap();
                 let exact = probe.run(Mode::Exact).unwrap().out;
                 let fast = probe.run(Mode::Fast).unwrap().out;

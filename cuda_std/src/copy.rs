@@ -31,7 +31,8 @@ pub fn async8_zfill<D: Element, S: Element>(to: Shared<D>, to_index: u32, from: 
     imp::cp_async8(to.byte(to_index), from.0, from_index, bytes)
 }
 
-/// Copies the 4 bytes at element `from`, or fills with zeros where `bytes` is 0. Both 4-byte aligned (`cp.async.ca`).
+/// Copies `bytes` (0 to 4) of the 4 bytes at element `from` and fills the rest with zeros. Both 4-byte aligned
+/// (`cp.async.ca`).
 #[inline(always)]
 #[track_caller]
 pub fn async4_zfill<D: Element, S: Element>(to: Shared<D>, to_index: u32, from: In<S>, from_index: usize, bytes: u32) {

@@ -62,3 +62,56 @@ fn power_of_two(n: i32) -> f32 {
 pub fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
+
+/// Square root, correctly rounded (`sqrt.rn.f32`). NaN for a negative argument; -0 gives -0.
+#[inline(always)]
+pub fn sqrt(x: f32) -> f32 {
+    imp::sqrt(x)
+}
+
+/// Natural logarithm: the mantissa is brought between sqrt(1/2) and sqrt(2), a degree-9 polynomial taken by Horner's rule
+/// (coefficients as in Cephes' `logf`), the exponent times a two-part ln 2 added. NaN for a negative argument, -inf for a
+/// zero.
+#[inline(always)]
+// The constants as they are published: rounding them to f32 is the compiler's part.
+#[allow(clippy::excessive_precision, clippy::approx_constant)]
+pub fn ln(x: f32) -> f32 {
+    if x.is_nan() || x < 0.0 {
+        return f32::from_bits(0x7FFF_FFFF);
+    }
+    if x == 0.0 {
+        return f32::NEG_INFINITY;
+    }
+    if x == f32::INFINITY {
+        return x;
+    }
+    // A subnormal is made normal first; 2^25 is exact.
+    let (x, below) = if x < f32::MIN_POSITIVE { (x * 33_554_432.0, 25) } else { (x, 0) };
+    let bits = x.to_bits();
+    // x = mantissa·2^exponent with a mantissa from 1/2 to 1.
+    let exponent = (bits >> 23) as i32 - 126 - below;
+    let mantissa = f32::from_bits((bits & 0x007F_FFFF) | 126 << 23);
+    let small = mantissa < 0.707_106_781_186_547_524;
+    let e = (if small { exponent - 1 } else { exponent }) as f32;
+    let f = if small { (mantissa + mantissa) - 1.0 } else { mantissa - 1.0 };
+    let z = f * f;
+    let mut p = 7.037_683_629_2e-2;
+    p = p * f - 1.151_461_031_0e-1;
+    p = p * f + 1.167_699_874_0e-1;
+    p = p * f - 1.242_014_084_6e-1;
+    p = p * f + 1.424_932_278_7e-1;
+    p = p * f - 1.666_805_766_5e-1;
+    p = p * f + 2.000_071_476_5e-1;
+    p = p * f - 2.499_999_399_3e-1;
+    p = p * f + 3.333_333_117_4e-1;
+    let mut y = p * f * z;
+    y += e * -2.121_944_4e-4;
+    y += z * -0.5;
+    (f + y) + e * 0.693_359_375
+}
+
+/// ln(1 + e^x); x itself above 20, where the two are the same to an f32.
+#[inline(always)]
+pub fn softplus(x: f32) -> f32 {
+    if x > 20.0 { x } else { ln(1.0 + exp(x)) }
+}

@@ -48,6 +48,13 @@ impl<T: Element> In<T> {
         In(imp::RawIn::at(address, len))
     }
 
+    /// The buffer from element `elements` on.
+    #[inline(always)]
+    #[track_caller]
+    pub fn skip(self, elements: usize) -> Self {
+        In(self.0.skip(elements))
+    }
+
     /// Element `index` (`ld.global`).
     #[inline(always)]
     #[track_caller]

@@ -7,7 +7,7 @@ use cuda_std::cvt::{
     bf16_to_f32, e2m1x2_to_f16x2, e4m3x2_to_f16x2, f16_to_f32, f32_to_bf16, f32_to_f16, f32x2_to_bf16x2,
     f32x2_to_e4m3x2, mul_bf16x2, mul_f16x2, permute_bytes,
 };
-use cuda_std::math::{exp, fma, max_nan, min_nan, sigmoid};
+use cuda_std::math::{exp, fma, ln, max_nan, min_nan, sigmoid, softplus, sqrt};
 
 /// All values from +0 upwards by code; the last is where infinity would be if the format went on.
 struct Format {
@@ -233,4 +233,38 @@ fn exp_is_within_an_ulp() {
     assert_eq!(exp(f32::NAN).to_bits(), 0x7FFF_FFFF);
     assert_eq!((exp(88.73), exp(-104.1), exp(0.0)), (f32::INFINITY, 0.0, 1.0));
     assert_eq!((sigmoid(0.0), sigmoid(f32::NEG_INFINITY), sigmoid(f32::INFINITY)), (0.5, 0.0, 1.0));
+}
+
+#[test]
+fn ln_is_within_an_ulp() {
+    // Near 1 the result is small and the error counts in its own last places.
+    let near_one = (0x3F70_0000..0x3F90_0000u32).step_by(7);
+    let mut worst = 0f64;
+    for x in (1..0x7F80_0000u32).step_by(1021).chain(near_one).map(f32::from_bits) {
+        let (got, exact) = (ln(x), f64::from(x).ln());
+        let last_place = f64::from((exact.abs() as f32).next_up()) - f64::from(exact.abs() as f32);
+        worst = worst.max((f64::from(got) - exact).abs() / last_place);
+    }
+    assert!(worst < 1.0, "{worst}");
+    assert_eq!((ln(1.0).to_bits(), ln(0.0), ln(-0.0)), (0, f32::NEG_INFINITY, f32::NEG_INFINITY));
+    assert_eq!(ln(f32::INFINITY), f32::INFINITY);
+    for x in [f32::NAN, -f32::NAN, -1.0, f32::NEG_INFINITY, -f32::from_bits(1)] {
+        assert_eq!(ln(x).to_bits(), 0x7FFF_FFFF);
+    }
+}
+
+#[test]
+fn softplus_and_sqrt() {
+    for x in (0..=4000).map(|i| i as f32 / 50.0 - 40.0) {
+        let exact = f64::from(x).exp().ln_1p();
+        // Below about -17 the sum 1 + e^x has no more of e^x than its last place.
+        let got = f64::from(softplus(x));
+        assert!((got - exact).abs() <= 2e-7 * exact.max(1.0), "{x}: {got}, not {exact}");
+    }
+    assert_eq!((softplus(20.5), softplus(f32::INFINITY), softplus(f32::NEG_INFINITY)), (20.5, f32::INFINITY, 0.0));
+    assert_eq!(softplus(f32::NAN).to_bits(), 0x7FFF_FFFF);
+    assert!([f32::NAN, -1.0, f32::NEG_INFINITY].map(sqrt).iter().all(|root| root.is_nan()));
+    assert_eq!((sqrt(2.0), sqrt(-0.0).to_bits(), sqrt(f32::INFINITY)), (f32::sqrt(2.0), 1 << 31, f32::INFINITY));
+    // sqrt of a subnormal: 2^-149 = 2·2^-150.
+    assert_eq!(sqrt(f32::from_bits(1)), f32::from_bits(0x1A35_04F3));
 }

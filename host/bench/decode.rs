@@ -1,12 +1,13 @@
 //! The decode table.
 
 use super::recorded::{BenchShape, TOKENS};
-use crate::device::{Buffer, DeviceHandle, Element, Gpu, Grid, launch};
+use super::timing::{ROTATION, noise, time};
+use crate::device::{Buffer, DeviceHandle, Gpu, Grid, launch};
 use crate::diff::Random;
 use crate::error::Result;
-use crate::layer::{Hidden, Inputs, Layer, Stage, WeightLengths};
+use crate::layer::{BiasBuffers, Hidden, Inputs, Layer, Stage, WeightLengths};
 use crate::plan::{Fc2Warps, Plan, Variant, choose_variant};
-use crate::types::{Activation, LayerOptions, LayerShape, Order, Split};
+use crate::types::{Activation, LayerOptions, LayerShape, Order, Split, WeightFormat};
 use crate::workspace::Workspace;
 use kernels_gpu::bandwidth;
 use serde::Serialize;
@@ -14,12 +15,6 @@ use std::sync::Arc;
 
 /// Calls in one graph.
 const CALLS: usize = 12;
-/// Bytes of other weights that are read before a set comes back.
-const ROTATION: usize = 240_000_000;
-/// Samples of which the median counts.
-const SAMPLES: usize = 7;
-/// Least length of a sample, milliseconds.
-const SAMPLE_MS: f32 = 3.0;
 
 /// What to measure.
 #[derive(Clone, Debug)]
@@ -32,7 +27,7 @@ pub struct DecodeOptions {
     pub activations: Vec<Activation>,
     /// Splits.
     pub splits: Vec<Split>,
-    /// Warps of a block of FC2; empty for the plan's own choice.
+    /// Warps of a block of FC2; empty for the plan's own choice. Those that a format has no kernel for are left out.
     pub fc2_warps: Vec<Fc2Warps>,
     /// Also time each kernel alone.
     pub stages: bool,
@@ -87,28 +82,13 @@ pub struct ReadRow {
     pub microseconds: f32,
 }
 
-/// Median microseconds of one of the `calls` calls that `work` enqueues.
-pub(super) fn time(gpu: &Arc<Gpu>, calls: usize, work: impl FnOnce() -> Result<()>) -> Result<f32> {
-    let graph = gpu.capture(work)?;
-    graph.launch()?;
-    let once = gpu.elapsed_ms(|| graph.launch())?;
-    let replays = (SAMPLE_MS / once.max(1e-3)).ceil().clamp(1.0, 100.0) as usize;
-    let mut samples = Vec::with_capacity(SAMPLES);
-    for _ in 0..SAMPLES {
-        let ms = gpu.elapsed_ms(|| (0..replays).try_for_each(|_| graph.launch()))?;
-        samples.push(ms * 1e3 / (replays * calls) as f32);
-    }
-    samples.sort_by(f32::total_cmp);
-    Ok(samples[SAMPLES / 2])
-}
-
 /// Times a read-only kernel at three sizes. A slow card shows here.
 pub fn read_floor(gpu: &Arc<Gpu>) -> Result<Vec<ReadRow>> {
     let device: DeviceHandle = gpu.clone();
     let kernel = bandwidth::read::read_bytes;
     device.prepare(kernel.into(), 0)?;
     let sink = Buffer::<u32>::new(&device, 1)?;
-    let memory = noise::<u8>(&device, 2 << 30, 1, false)?;
+    let memory = noise::<u8>(&device, 2 << 30, 1, bandwidth::ANY)?;
     let mut rows = Vec::new();
     for megabytes in [21, 85, 512] {
         let blocks = megabytes * 1_000_000 / bandwidth::BLOCK_BYTES;
@@ -124,22 +104,6 @@ pub fn read_floor(gpu: &Arc<Gpu>) -> Result<Vec<ReadRow>> {
         rows.push(ReadRow { bytes, microseconds });
     }
     Ok(rows)
-}
-
-/// A buffer of noise, made on the device.
-pub(super) fn noise<T: Element>(device: &DeviceHandle, len: usize, seed: u32, scales: bool) -> Result<Buffer<T>> {
-    let bytes = len * size_of::<T>();
-    let buffer = Buffer::<T>::new(device, len.next_multiple_of(16))?;
-    let words = bytes.next_multiple_of(16) / 4;
-    let kernel = bandwidth::fill::fill_noise;
-    device.prepare(kernel.into(), 0)?;
-    launch(
-        &**device,
-        kernel,
-        Grid { blocks: 1024, shared_bytes: 0 },
-        bandwidth::fill::Args { to: buffer.part(0, words), words: words as u64, seed, scales: scales.into() },
-    )?;
-    Ok(buffer)
 }
 
 /// One call's inputs.
@@ -180,19 +144,29 @@ impl Batch {
     }
 }
 
-fn random_layer(device: &DeviceHandle, shape: LayerShape, seed: u32) -> Result<Layer> {
-    let len = WeightLengths::of(&shape)?;
+fn random_layer(device: &DeviceHandle, bench: &BenchShape, shape: LayerShape, seed: u32) -> Result<Layer> {
+    let &BenchShape { format, gating, biases, .. } = bench;
+    let len = WeightLengths::of(&shape, format)?;
     // Keeps gate, up and the output near 1.
-    let alpha = |width: usize| 0.5 / (width as f32).sqrt();
+    let alpha = |width: usize| match format {
+        WeightFormat::Nvfp4 => 0.5 / (width as f32).sqrt(),
+        WeightFormat::Mxfp4 => 1.0,
+    };
+    let scales = match format {
+        WeightFormat::Nvfp4 => bandwidth::E4M3_SCALES,
+        WeightFormat::Mxfp4 => bandwidth::E8M0_SCALES,
+    };
+    let bias = |len: usize| biases.then(|| Buffer::from_slice(device, &vec![0.25; len])).transpose();
     Layer::from_buffers(
         shape,
-        LayerOptions::default(),
-        noise(device, len.w13, seed, false)?,
-        noise(device, len.s13, seed + 1, true)?,
+        LayerOptions { format, gating, ..Default::default() },
+        noise(device, len.w13, seed, bandwidth::ANY)?,
+        noise(device, len.s13, seed + 1, scales)?,
         Buffer::from_slice(device, &vec![alpha(shape.hidden); len.alpha1])?,
-        noise(device, len.w2, seed + 2, false)?,
-        noise(device, len.s2, seed + 3, true)?,
+        noise(device, len.w2, seed + 2, bandwidth::ANY)?,
+        noise(device, len.s2, seed + 3, scales)?,
         Buffer::from_slice(device, &vec![alpha(shape.intermediate); len.alpha2])?,
+        BiasBuffers { b13: bias(len.b13)?, b2: bias(len.b2)? },
     )
 }
 
@@ -208,7 +182,7 @@ pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&D
             experts: bench.experts,
             top_k: bench.top_k,
         };
-        let mut layers = vec![random_layer(&device, shape, 1)?];
+        let mut layers = vec![random_layer(&device, bench, shape, 1)?];
         let per_expert = layers[0].bytes_per_expert();
         for &tokens in &options.tokens {
             let mut random = Random(options.seed + tokens as u64);
@@ -218,18 +192,23 @@ pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&D
             let active = experts as f64 * per_expert as f64;
             let sets = ((ROTATION as f64 / active).ceil() as usize + 1).clamp(2, CALLS);
             while layers.len() < sets {
-                layers.push(random_layer(&device, shape, 1 + 4 * layers.len() as u32)?);
+                layers.push(random_layer(&device, bench, shape, 1 + 4 * layers.len() as u32)?);
             }
             let out = Buffer::<u16>::new(&device, tokens * shape.output)?;
             for &activation in &options.activations {
                 for &split in &options.splits {
-                    let arithmetic = LayerOptions { activation, order: Order::Seed { split }, limit: None };
+                    let usual = LayerOptions { format: bench.format, gating: bench.gating, ..Default::default() };
+                    let arithmetic = LayerOptions { activation, order: Order::Seed { split }, ..usual };
                     let layers =
                         layers.iter().map(|layer| layer.with_options(arithmetic)).collect::<Result<Vec<_>>>()?;
                     let own = choose_variant(&shape, tokens, device.properties());
                     let variants = match options.fc2_warps.as_slice() {
                         [] => vec![own],
-                        warps => warps.iter().map(|&fc2_warps| Variant { fc2_warps }).collect(),
+                        warps => warps
+                            .iter()
+                            .map(|&fc2_warps| Variant { fc2_warps })
+                            .filter(|variant| bench.format == WeightFormat::Nvfp4 || *variant == own)
+                            .collect(),
                     };
                     for variant in variants {
                         let plan = Plan::with_variant(&device, shape, arithmetic, tokens, variant)?;
@@ -258,7 +237,7 @@ pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&D
                             activation: if activation == Activation::Bf16 { "bf16" } else { "f16" },
                             split: split.count(),
                             fc2_warps: variant.fc2_warps.count(),
-                            default: arithmetic == LayerOptions::default() && variant == own,
+                            default: arithmetic == usual && variant == own,
                             microseconds,
                             experts,
                             bytes: active,

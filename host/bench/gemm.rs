@@ -1,6 +1,6 @@
 //! The table of grouped GEMMs.
 
-use super::decode::{noise, time};
+use super::timing::{noise, time};
 use crate::device::{Buffer, DeviceHandle, Gpu, Grid, launch};
 use crate::diff::Random;
 use crate::error::Result;
@@ -105,10 +105,11 @@ pub fn gemm(gpu: &Arc<Gpu>, options: &GemmOptions, mut report: impl FnMut(&GemmR
         let GemmShape { hidden, intermediate, experts, top_k, .. } = *shape;
         let matrix = hidden * intermediate;
         // One copy of the weights: larger than the L2 at any real size.
-        let codes = Arc::new(noise::<u8>(&device, experts * matrix, 1, true)?);
+        let codes = Arc::new(noise::<u8>(&device, experts * matrix, 1, bandwidth::E4M3_SCALES)?);
         let codes = ExpertTable::split("weights", codes, experts)?;
         let wide = if options.kernels.contains(&GemmKernel::Bf16) { experts * matrix } else { experts };
-        let wide = ExpertTable::split("weights", Arc::new(noise::<u16>(&device, wide, 2, true)?), experts)?;
+        let wide =
+            ExpertTable::split("weights", Arc::new(noise::<u16>(&device, wide, 2, bandwidth::E4M3_SCALES)?), experts)?;
         let scale_blocks = hidden.div_ceil(128) * intermediate.div_ceil(128);
         let scales = Arc::new(Buffer::from_slice(&device, &vec![1.0 / 64.0; experts * scale_blocks])?);
         let scales = ExpertTable::split("b_scale", scales, experts)?;
@@ -138,8 +139,8 @@ pub fn gemm(gpu: &Arc<Gpu>, options: &GemmOptions, mut report: impl FnMut(&GemmR
             for (projection, n, k, a_rows) in
                 [("gate", intermediate, hidden, tokens), ("down", hidden, intermediate, pairs)]
             {
-                let a8 = noise::<u8>(&device, a_rows * k, 3, true)?;
-                let a16 = noise::<u16>(&device, a_rows * k, 4, true)?;
+                let a8 = noise::<u8>(&device, a_rows * k, 3, bandwidth::E4M3_SCALES)?;
+                let a16 = noise::<u16>(&device, a_rows * k, 4, bandwidth::E4M3_SCALES)?;
                 let a_scales = Buffer::from_slice(&device, &vec![1.0f32 / 64.0; a_rows * k.div_ceil(128)])?;
                 let out = Buffer::<u16>::new(&device, pairs * n)?;
                 for &kernel in &options.kernels {

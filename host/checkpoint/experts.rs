@@ -9,8 +9,8 @@ use serde::Serialize;
 use super::config::ModelConfig;
 use super::store::{Tensor, TensorStore};
 use crate::error::{Error, Result};
-use crate::formats::nvfp4::MAX_EXPERTS;
-use crate::formats::{ExpertTensors, GlobalScale, LinearScales, NVFP4_BLOCK, Nvfp4Matrix, e4m3};
+use crate::formats::fp4::MAX_EXPERTS;
+use crate::formats::{ExpertTensors, Fp4Matrix, GlobalScale, LinearScales, NVFP4_BLOCK, e4m3};
 
 /// The matrices of an expert, each with its names: as in most models, and as in Mixtral's.
 pub(super) const GATE: [&str; 2] = ["gate_proj", "w1"];
@@ -169,7 +169,7 @@ fn per_expert<'a>(store: &'a TensorStore, block: &MoeBlock, config: &ModelConfig
 fn collect<'a>(
     store: &TensorStore,
     count: usize,
-    matrices: impl Fn(usize) -> [Found<Nvfp4Matrix<'a>>; 3] + Send + Sync,
+    matrices: impl Fn(usize) -> [Found<Fp4Matrix<'a>>; 3] + Send + Sync,
 ) -> Result<Vec<ExpertTensors<'a>>> {
     let results: Vec<_> = (0..count).into_par_iter().map(matrices).collect();
     let mut faults = Vec::new();
@@ -207,7 +207,7 @@ fn matrix<'a>(
     base: &str,
     names: [&str; 2],
     size: Option<(usize, usize)>,
-) -> Found<Nvfp4Matrix<'a>> {
+) -> Found<Fp4Matrix<'a>> {
     let [usual, other] = names.map(|name| format!("{base}.{name}"));
     let has = |base: &str| store.with_prefix(&format!("{base}.")).next().is_some();
     let base = match (has(&usual), has(&other)) {
@@ -297,7 +297,7 @@ impl<'a> FusedMatrix<'a> {
     }
 
     /// `rows` rows of `expert` from `first` on.
-    fn part(&self, expert: usize, first: usize, rows: usize) -> Found<Nvfp4Matrix<'a>> {
+    fn part(&self, expert: usize, first: usize, rows: usize) -> Found<Fp4Matrix<'a>> {
         let slice = |bytes: &'a [u8], row_bytes: usize| {
             let start = (expert * self.rows + first) * row_bytes;
             &bytes[start..start + rows * row_bytes]
@@ -365,7 +365,7 @@ fn assemble<'a>(
     codes: &'a [u8],
     scales: &'a [u8],
     global: f32,
-) -> Found<Nvfp4Matrix<'a>> {
+) -> Found<Fp4Matrix<'a>> {
     let global = if parts.divides { GlobalScale::Divisor(global) } else { GlobalScale::Multiplier(global) };
     if !global.is_valid() {
         let problem = format!("{}, a finite positive number with a finite reciprocal needed", global.stored());
@@ -377,7 +377,7 @@ fn assemble<'a>(
         return Err(Fault::new(parts.scales.name, problem));
     }
     LinearScales::new("weight_scale", rows, blocks, scales)
-        .and_then(|scales| Nvfp4Matrix::new(rows, cols, codes, scales, global))
+        .and_then(|scales| Fp4Matrix::new(rows, cols, codes, scales, global))
         .map_err(|error| fault_of(&parts.codes, error))
 }
 

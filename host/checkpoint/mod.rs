@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
-use crate::formats::{ExpertTensors, Nvfp4Experts};
+use crate::formats::{ExpertTensors, Fp4Experts};
 use crate::types::LayerShape;
 
 /// A model on disk: its configuration, its tensors, and where its experts are.
@@ -82,12 +82,12 @@ impl Checkpoint {
     }
 
     /// The NVFP4 experts of `layer` in the layout that kernels read.
-    pub fn load_nvfp4(&self, layer: usize) -> Result<Nvfp4Experts> {
-        Nvfp4Experts::pack(&self.nvfp4_tensors(layer)?)
+    pub fn load_nvfp4(&self, layer: usize) -> Result<Fp4Experts> {
+        Fp4Experts::pack(&self.nvfp4_tensors(layer)?)
     }
 
     /// Shape of a layer with the given experts: theirs, with config.json's `num_experts_per_tok`.
-    pub fn layer_shape(&self, experts: &Nvfp4Experts) -> Result<LayerShape> {
+    pub fn layer_shape(&self, experts: &Fp4Experts) -> Result<LayerShape> {
         let top_k = self.config.top_k()?;
         Ok(experts.shape().with_top_k(top_k))
     }

@@ -6,7 +6,8 @@ use super::output::{Progress, say, say_json, say_table, table};
 use clap::Subcommand;
 use comfy_table::{Cell, CellAlignment};
 use megamoe::bench::{
-    self, BenchShape, DecodeOptions, DecodeRow, GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, ReadRow, SHAPES, TOKENS,
+    self, BenchShape, DecodeOptions, DecodeRow, GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, ReadRow, Recorded,
+    RouterOperation, RouterOptions, RouterRow, SHAPES, TOKENS,
 };
 use megamoe::device::{Device, Properties};
 use megamoe::ops::gemm::GemmKernel;
@@ -26,6 +27,10 @@ enum What {
     Decode(DecodeArgs),
     /// Grouped GEMMs: TFLOP/s of the rows that count, beside a loop of mma on registers alone.
     Gemm(GemmArgs),
+    /// Router: projections in both orders and the choice of experts, microseconds in a CUDA graph.
+    Router(RouterArgs),
+    /// Operations around the GEMMs: sort, work-list, quantisers, activation, unpermute, beside a copy of as many bytes.
+    Ops(super::bench_ops::OpsArgs),
     /// A read-only kernel over cold memory at three sizes: how fast the card is.
     Read {
         /// Print one JSON object.
@@ -91,6 +96,31 @@ struct GemmOutput<'a> {
     rows: &'a [GemmRow],
 }
 
+#[derive(Debug, clap::Args)]
+struct RouterArgs {
+    /// Operations (default: all): router_gemm, router_gemm_strict, topk_f32, topk_bf16.
+    #[arg(long, value_delimiter = ',')]
+    operations: Vec<String>,
+    /// Numbers of tokens (default: those that were recorded).
+    #[arg(long, value_delimiter = ',')]
+    tokens: Vec<usize>,
+    /// Numbers of experts.
+    #[arg(long, value_delimiter = ',', default_value = "128,256")]
+    experts: Vec<usize>,
+    /// Hidden sizes.
+    #[arg(long, value_delimiter = ',', default_value = "2048,4096,7168")]
+    hidden: Vec<usize>,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct RouterOutput<'a> {
+    gpu: &'a str,
+    rows: &'a [RouterRow],
+}
+
 #[derive(Serialize)]
 struct Output<'a> {
     gpu: &'a str,
@@ -102,6 +132,8 @@ pub fn run(args: &Args) -> Result<Verdict> {
     match &args.what {
         What::Decode(args) => decode(args),
         What::Gemm(args) => gemm(args),
+        What::Router(args) => router(args),
+        What::Ops(args) => super::bench_ops::run(args),
         What::Read { json } => {
             let gpu = open_gpu()?;
             let rows = bench::read_floor(&gpu)?;
@@ -136,7 +168,7 @@ fn say_read(gpu: &Properties, rows: &[ReadRow]) {
     say_table(&out);
 }
 
-fn right<const N: usize>(cells: [String; N]) -> Vec<Cell> {
+pub(super) fn right<const N: usize>(cells: [String; N]) -> Vec<Cell> {
     cells.into_iter().map(|cell| Cell::new(cell).set_alignment(CellAlignment::Right)).collect()
 }
 
@@ -205,10 +237,10 @@ fn gemm(args: &GemmArgs) -> Result<Verdict> {
 fn decode(args: &DecodeArgs) -> Result<Verdict> {
     let shapes: Vec<_> = SHAPES.iter().map(|shape| (shape.name.to_owned(), *shape)).collect();
     if args.list {
-        let mut out = table(["shape", "hidden", "intermediate", "experts", "top-k"]);
+        let mut out = table(["shape", "weights", "hidden", "intermediate", "experts", "top-k"]);
         for shape in SHAPES {
             let sizes = [shape.hidden, shape.intermediate, shape.experts, shape.top_k].map(|size| size.to_string());
-            out.add_row(std::iter::once(shape.name.to_owned()).chain(sizes));
+            out.add_row([shape.name, shape.format.name()].map(str::to_owned).into_iter().chain(sizes));
         }
         say_table(&out);
         return Ok(Verdict::Agreed);
@@ -245,13 +277,71 @@ fn decode(args: &DecodeArgs) -> Result<Verdict> {
     // The read bandwidth that shares refer to: the largest of the three sizes.
     let bandwidth = read.iter().map(|row| row.bytes as f32 / row.microseconds).fold(0.0, f32::max);
     for shape in &options.shapes {
-        let BenchShape { name, hidden, intermediate, experts, top_k, .. } = *shape;
-        say(format!("\n{name}: hidden {hidden}, intermediate {intermediate}, experts {experts}, top-{top_k}"));
+        let BenchShape { name, format, hidden, intermediate, experts, top_k, .. } = *shape;
+        say(format!(
+            "\n{name}: {format}, hidden {hidden}, intermediate {intermediate}, experts {experts}, top-{top_k}"
+        ));
         say_table(&decode_table(shape, rows.iter().filter(|row| row.shape == name), bandwidth, options.stages));
     }
     say(
         "\n* the layer's default. floor: a read-only kernel over the same bytes; CUDA: a CUDA C++ kernel with the same order of sums, its best split; best: the fastest other 4-bit implementation (all recorded figures).",
     );
+    Ok(Verdict::Agreed)
+}
+
+fn router(args: &RouterArgs) -> Result<Verdict> {
+    let all: Vec<_> = RouterOperation::ALL.iter().map(|&op| (op.name().to_owned(), op)).collect();
+    let mut options =
+        RouterOptions { experts: args.experts.clone(), hidden: args.hidden.clone(), ..RouterOptions::default() };
+    if !args.operations.is_empty() {
+        options.operations = named("operations", &args.operations, &all)?;
+    }
+    if !args.tokens.is_empty() {
+        options.tokens = args.tokens.clone();
+    }
+    if options.tokens.contains(&0) {
+        return Err(Error::argument("tokens", 0, "at least 1"));
+    }
+    let gpu = open_gpu()?;
+    let progress = Progress::steps(
+        options
+            .operations
+            .iter()
+            .map(|op| {
+                options.tokens.len() * options.experts.len() * if op.has_hidden() { options.hidden.len() } else { 1 }
+            })
+            .sum::<usize>() as u64,
+        "measuring",
+    );
+    let rows = bench::router(&gpu, &options, |row| {
+        progress.now(format!("{} M={}", row.operation.name(), row.tokens));
+        progress.step();
+    })?;
+    drop(progress);
+    if args.json {
+        say_json(&RouterOutput { gpu: &gpu.properties().name, rows: &rows });
+        return Ok(Verdict::Agreed);
+    }
+    say(format!("{}, {} multiprocessors", gpu.properties().name, gpu.properties().multiprocessors));
+    let mut out = table(["operation", "experts", "hidden", "M", "µs", "GB/s", "GFLOP/s", "vLLM µs", "x vLLM"]);
+    for row in &rows {
+        let us = f64::from(row.microseconds);
+        let or_dash = |there: bool, text: String| if there { text } else { "-".into() };
+        let mut cells = right([
+            row.experts.to_string(),
+            or_dash(row.hidden != 0, row.hidden.to_string()),
+            row.tokens.to_string(),
+            format!("{us:.1}"),
+            format!("{:.0}", row.bytes / us / 1e3),
+            or_dash(row.hidden != 0, format!("{:.0}", row.operations / us / 1e3)),
+            row.recorded.map_or("-".into(), |recorded| format!("{recorded:.1}")),
+            row.recorded.map_or("-".into(), |recorded| format!("{:.2}", row.microseconds / recorded)),
+        ]);
+        cells.insert(0, Cell::new(row.operation.name()));
+        out.add_row(cells);
+    }
+    say_table(&out);
+    say("\nx vLLM: this time over the recorded one of vLLM's fused softmax top-8, measured on another day.");
     Ok(Verdict::Agreed)
 }
 
@@ -282,9 +372,10 @@ fn decode_table<'a>(
     out.set_header(heads);
     for row in rows {
         let rate = row.bytes as f32 / row.microseconds;
-        let recorded = |figures: &[f32; 8]| BenchShape::column(row.tokens).map(|column| figures[column]);
-        let (floor, cuda, best) =
-            (recorded(&shape.recorded.read_floor), recorded(&shape.recorded.cuda), recorded(&shape.recorded.best));
+        let recorded = |figures: fn(&Recorded) -> [f32; 8]| {
+            Some(figures(shape.recorded.as_ref()?)[BenchShape::column(row.tokens)?])
+        };
+        let (floor, cuda, best) = (recorded(|all| all.read_floor), recorded(|all| all.cuda), recorded(|all| all.best));
         let ratio = |value: Option<f32>| value.map_or("-".into(), |value| format!("{value:.2}"));
         let time = |value: Option<f32>| value.map_or("-".into(), |value| format!("{value:.1}"));
         let mut cells = vec![

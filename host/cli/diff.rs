@@ -10,7 +10,7 @@ use console::style;
 use cuda_std::arch::ArchId;
 use megamoe::device::DeviceHandle;
 use megamoe::diff::{CaseFile, Comparison, DrawOptions, Family, Op, Output, Random, UlpHistogram, draw_op};
-use megamoe::{Activation, Error, LayerOptions, LayerShape, Order, Result, Split};
+use megamoe::{Activation, Error, Gating, LayerOptions, LayerShape, Order, Result, Split};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -22,7 +22,7 @@ pub struct Args {
     #[arg(long, value_name = "NAME", value_parser = parse_op, required_unless_present_any = ["all", "case"])]
     op: Option<Op>,
     /// Input from a case file (or measured mma results, .tsv).
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["all", "shape", "family", "activation", "split", "limit"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["all", "shape", "family", "activation", "split", "gating", "limit", "biases"])]
     case: Option<PathBuf>,
     /// Compare every operation with every family of values.
     #[arg(long, conflicts_with = "op")]
@@ -43,9 +43,15 @@ pub struct Args {
     /// K split of the first projection.
     #[arg(long, value_parser = parse_split, value_name = "1|2|4|8")]
     split: Option<Split>,
-    /// Clamp of the activation.
+    /// What joins gate and up: silu, or swiglu_oai (gpt-oss: alpha 1.702, clamp 7 unless --limit says another).
+    #[arg(long, value_enum)]
+    gating: Option<GatingName>,
+    /// Clamp of gate and up.
     #[arg(long, value_name = "X", allow_negative_numbers = true)]
     limit: Option<f32>,
+    /// Give a drawn layer biases.
+    #[arg(long)]
+    biases: bool,
     /// Kind of values: random, codes, subnormal, special, extreme, ids or one-expert.
     #[arg(long)]
     family: Option<Family>,
@@ -99,6 +105,22 @@ impl From<ActivationName> for Activation {
             ActivationName::Bf16 => Activation::Bf16,
             ActivationName::F16 => Activation::F16,
         }
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum GatingName {
+    Silu,
+    #[value(name = "swiglu_oai")]
+    SwigluOai,
+}
+
+fn gating(name: GatingName, limit: Option<f32>) -> Gating {
+    match (name, Gating::GPT_OSS) {
+        (GatingName::SwigluOai, Gating::SwigluOai { alpha, limit: usual }) => {
+            Gating::SwigluOai { alpha, limit: limit.unwrap_or(usual) }
+        }
+        _ => Gating::Silu { limit },
     }
 }
 
@@ -341,7 +363,7 @@ fn diff_all(args: &Args, devices: &[Device]) -> Result<Verdict> {
     let mut plan = Vec::new();
     for op in Op::ALL {
         let families: &[Family] = match op {
-            Op::Nvfp4Layer => &Family::ALL,
+            Op::Nvfp4Layer | Op::Mxfp4Layer => &Family::ALL,
             Op::E4m3Decode | Op::E2m1Decode | Op::Swizzle => &[Family::Random],
             _ => &plain,
         };
@@ -433,9 +455,11 @@ fn draw_options(args: &Args) -> Result<DrawOptions> {
     let options = LayerOptions {
         activation: args.activation.map_or_else(Activation::default, Activation::from),
         order: Order::Seed { split: args.split.unwrap_or_default() },
-        limit: args.limit,
+        gating: gating(args.gating.unwrap_or(GatingName::Silu), args.limit),
+        ..Default::default()
     };
-    Ok(DrawOptions { family: args.family.unwrap_or(Family::Random), shape, tokens, options })
+    let family = args.family.unwrap_or(Family::Random);
+    Ok(DrawOptions { family, shape, tokens, options, biases: args.biases })
 }
 
 /// `name=value,…` over the default sizes. The output width is the hidden size unless it is given.
@@ -467,24 +491,28 @@ fn parse_shape(text: &str) -> Result<(LayerShape, usize)> {
 fn random_draw(args: &Args, op: Op, family: Family, seed: u64) -> DrawOptions {
     let mut random = Random(seed ^ 0x5bd1_e995);
     let mut below = |n: usize| (random.next() % n as u64) as usize;
+    let block = op.weights().unwrap_or_default().block();
     let experts = 1 + below(24);
     let shape = LayerShape {
-        hidden: 16 * (1 + below(40)),
-        intermediate: 16 * (1 + below(12)),
+        hidden: block * (1 + below(640 / block)),
+        intermediate: block * (1 + below(192 / block)),
         output: 1 + below(150),
         experts,
         top_k: 1 + below(experts.min(8)),
     };
-    let tokens = if op == Op::Nvfp4Layer { below(20) } else { 256 + below(500) };
+    let tokens = if op.weights().is_some() { below(20) } else { 256 + below(500) };
     let activation = [Activation::Bf16, Activation::F16][below(2)];
     let limit = [None, None, Some(1.0), Some(7.0)][below(4)];
     let split = Split::ALL[below(4)];
+    let joined = [GatingName::Silu, GatingName::Silu, GatingName::SwigluOai][below(3)];
+    let biases = below(3) == 0;
     let options = LayerOptions {
         activation: args.activation.map_or(activation, Activation::from),
         order: Order::Seed { split: args.split.unwrap_or(split) },
-        limit: args.limit.or(limit),
+        gating: gating(args.gating.unwrap_or(joined), args.limit.or(limit)),
+        ..Default::default()
     };
-    DrawOptions { family, shape, tokens, options }
+    DrawOptions { family, shape, tokens, options, biases: args.biases || biases }
 }
 
 fn print_one(section: &Section, file: &CaseFile, ran: &[Ran]) {

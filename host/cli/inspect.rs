@@ -9,7 +9,7 @@ use cuda_std::arch::ArchId;
 use megamoe::checkpoint::{Checkpoint, Inspect, LayerInfo, MoeInfo};
 use megamoe::device::DeviceHandle;
 use megamoe::plan::Plan;
-use megamoe::{LayerOptions, LayerShape, Result};
+use megamoe::{Gating, LayerOptions, LayerShape, Result};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -86,7 +86,8 @@ pub fn inspect(args: &Args) -> Result<Verdict> {
 fn plan(checkpoint: &Checkpoint, info: &LayerInfo, device: &DeviceHandle, tokens: usize) -> Option<LayerPlan> {
     let moe = info.moe.as_ref()?;
     let made = shape_of(checkpoint, moe).and_then(|shape| {
-        let options = LayerOptions { limit: checkpoint.config().swiglu_limit, ..Default::default() };
+        let options =
+            LayerOptions { gating: Gating::Silu { limit: checkpoint.config().swiglu_limit }, ..Default::default() };
         Plan::new(device, shape, options, tokens.max(1)).map_err(|error| error.to_string())
     });
     let (workspace_bytes, kernels, problem) = match made {

@@ -4,6 +4,7 @@
 
 mod backend;
 mod bench;
+mod bench_ops;
 mod diff;
 mod html;
 mod info;

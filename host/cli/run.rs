@@ -8,11 +8,11 @@ use cuda_std::arch::ArchId;
 use megamoe::checkpoint::{Checkpoint, ExpertFormat, Reference};
 use megamoe::device::{Buffer, DeviceHandle};
 use megamoe::diff::{Random, floats};
-use megamoe::formats::{Nvfp4Experts, float16};
+use megamoe::formats::{Fp4Experts, float16};
 use megamoe::layer::{Hidden, Inputs, Layer};
-use megamoe::reference::{LayerInputs, LayerResult, Mode, Nvfp4View, Status, layer, layer_bound};
+use megamoe::reference::{Fp4View, LayerInputs, LayerResult, Mode, Status, layer, layer_bound};
 use megamoe::workspace::Workspace;
-use megamoe::{Error, LayerOptions, LayerShape, Result, XType};
+use megamoe::{Error, Gating, LayerOptions, LayerShape, Result, XType};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -237,13 +237,13 @@ fn options_of(checkpoint: &Checkpoint) -> Result<LayerOptions> {
         None | Some("silu" | "swiglu") => {}
         Some(name) => return Err(other(format!("`hidden_act` is {name}"))),
     }
-    Ok(LayerOptions { limit: config.swiglu_limit, ..Default::default() })
+    Ok(LayerOptions { gating: Gating::Silu { limit: config.swiglu_limit }, ..Default::default() })
 }
 
 /// Shape of the layer; experts per token come from config.json or, where it is silent, from the reference.
 fn shape_of(
     checkpoint: &Checkpoint,
-    experts: &Nvfp4Experts,
+    experts: &Fp4Experts,
     reference: Option<&(PathBuf, Reference)>,
 ) -> Result<LayerShape> {
     match (checkpoint.config().top_k, reference) {
@@ -324,7 +324,7 @@ fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
 struct Run<'a> {
     shape: LayerShape,
     options: LayerOptions,
-    experts: &'a Nvfp4Experts,
+    experts: &'a Fp4Experts,
     batch: &'a Batch,
 }
 
@@ -355,15 +355,18 @@ impl OnDevice {
 }
 
 impl Run<'_> {
-    fn view(&self) -> Nvfp4View<'_> {
-        Nvfp4View {
+    fn view(&self) -> Fp4View<'_> {
+        Fp4View {
             shape: self.shape,
+            format: self.experts.format(),
             w13: self.experts.w13(),
             s13: self.experts.s13().bytes(),
             alpha1: self.experts.alpha1(),
+            b13: self.experts.b13(),
             w2: self.experts.w2(),
             s2: self.experts.s2().bytes(),
             alpha2: self.experts.alpha2(),
+            b2: self.experts.b2(),
         }
     }
 

@@ -1,18 +1,26 @@
-//! One NVFP4 layer with one batch, as raw arrays into which any value can be written, and that every back end can be given.
+//! One layer with NVFP4 or MXFP4 weights and one batch, as raw arrays into which any value can be written, and that every back end can be given.
 
 use crate::device::{Buffer, DeviceHandle};
 use crate::error::Result;
-use crate::formats::nvfp4::{ExpertShape, Nvfp4Buffers, Nvfp4Experts};
+use crate::formats::fp4::{ExpertShape, Fp4Buffers, Fp4Experts};
 use crate::formats::scales::SwizzledScales;
 use crate::layer::{Hidden, Inputs, Layer};
 use crate::plan::{Plan, Variant, choose_variant};
-use crate::reference::{LayerInputs, LayerResult, Mode, Nvfp4View, Status, layer, math};
-use crate::types::{Activation, LayerOptions, LayerShape, XType};
+use crate::reference::{Fp4View, LayerInputs, LayerResult, Mode, Status, layer, math};
+use crate::types::{Activation, LayerOptions, LayerShape, WeightFormat, XType};
 use crate::workspace::Workspace;
 use kernels_gpu::layout::scale::{padded_cols, swizzled_len, swizzled_offset};
 
 /// e4m3 code of 1.0.
 pub const ONE: u8 = 0x38;
+
+/// The block scale 1.0.
+pub const fn one(format: WeightFormat) -> u8 {
+    match format {
+        WeightFormat::Nvfp4 => ONE,
+        WeightFormat::Mxfp4 => 127,
+    }
+}
 
 /// All arrays of one layer and one batch. Fields are public: a test may also set whole arrays.
 #[derive(Clone, Debug)]
@@ -35,14 +43,18 @@ pub struct Case {
     pub w13: Vec<u8>,
     /// Swizzled scales of `w13`.
     pub s13: Vec<u8>,
-    /// [E][up, gate] global scales.
+    /// [E][up, gate] global scales; 1 for MXFP4.
     pub alpha1: Vec<[f32; 2]>,
+    /// [E, 2I] biases.
+    pub b13: Option<Vec<f32>>,
     /// [E, H, I/2] codes.
     pub w2: Vec<u8>,
     /// Swizzled scales of `w2`.
     pub s2: Vec<u8>,
-    /// `[E]` global scales.
+    /// `[E]` global scales; 1 for MXFP4.
     pub alpha2: Vec<f32>,
+    /// [E, H] biases.
+    pub b2: Option<Vec<f32>>,
 }
 
 /// Shape of the plain probe.
@@ -64,7 +76,12 @@ impl Case {
     /// The plain probe's weights and hidden states in another shape (K, I and H at least 16, 16 and 1), every pair on
     /// expert 1 (or 0 if there is but one).
     pub fn with_shape(shape: LayerShape, tokens: usize) -> Self {
-        let mut probe = Case::blank(shape, tokens);
+        Case::with_shape_in(WeightFormat::Nvfp4, shape, tokens)
+    }
+
+    /// As [`Case::with_shape`], in `format` (K and I at least its block).
+    pub fn with_shape_in(format: WeightFormat, shape: LayerShape, tokens: usize) -> Self {
+        let mut probe = Case::blank_in(format, shape, tokens);
         probe.topk_ids.fill(i32::from(shape.experts > 1));
         for token in 0..tokens {
             probe.set_x(token, 0, 8.0);
@@ -77,23 +94,31 @@ impl Case {
         probe
     }
 
-    /// Codes 0, block scales 1 (their padding 0), alphas and weights 1, hidden states 0, ids 0, no clamp.
+    /// NVFP4 codes 0, block scales 1 (their padding 0), alphas and weights 1, hidden states 0, ids 0, no clamp, no biases.
     pub fn blank(shape: LayerShape, tokens: usize) -> Self {
+        Case::blank_in(WeightFormat::Nvfp4, shape, tokens)
+    }
+
+    /// As [`Case::blank`], in `format`.
+    pub fn blank_in(format: WeightFormat, shape: LayerShape, tokens: usize) -> Self {
+        let block = format.block();
         let LayerShape { hidden, intermediate, output, experts, top_k } = shape;
         let mut probe = Case {
             shape,
-            options: LayerOptions::default(),
+            options: LayerOptions { format, ..Default::default() },
             tokens,
             x_type: XType::Bf16,
             x: vec![0; tokens * hidden],
             topk_ids: vec![0; tokens * top_k],
             topk_w: vec![1.0; tokens * top_k],
             w13: vec![0; experts * 2 * intermediate * hidden / 2],
-            s13: vec![ONE; experts * swizzled_len(2 * intermediate, hidden / 16)],
+            s13: vec![one(format); experts * swizzled_len(2 * intermediate, hidden / block)],
             alpha1: vec![[1.0; 2]; experts],
+            b13: None,
             w2: vec![0; experts * output * intermediate / 2],
-            s2: vec![ONE; experts * swizzled_len(output, intermediate / 16)],
+            s2: vec![one(format); experts * swizzled_len(output, intermediate / block)],
             alpha2: vec![1.0; experts],
+            b2: None,
         };
         probe.fill_padding(0);
         probe
@@ -102,27 +127,66 @@ impl Case {
     /// Random codes, scales, alphas, hidden states, weights and ids (one in eight of them skipped). Block scales and hidden
     /// states spread over many powers of two: sums of values of one size are exact and would hide how they are formed.
     pub fn random(shape: LayerShape, tokens: usize, seed: u64) -> Self {
-        let mut probe = Case::blank(shape, tokens);
+        Case::random_in(WeightFormat::Nvfp4, shape, tokens, seed)
+    }
+
+    /// As [`Case::random`], in `format`.
+    pub fn random_in(format: WeightFormat, shape: LayerShape, tokens: usize, seed: u64) -> Self {
+        let mut probe = Case::blank_in(format, shape, tokens);
         let mut random = Random(seed);
         probe.w13.fill_with(|| random.next() as u8);
         probe.w2.fill_with(|| random.next() as u8);
-        // From 2^-6 to just below 2^2.
-        let scale = |random: &mut Random| 0x08 + (random.next() % 64) as u8;
+        // From 2^-6 to just below 2^2; in MXFP4, which has no alpha, keeps gate and up near 1.
+        let down = shape.hidden.ilog2() as u8 / 2;
+        let scale = |random: &mut Random| match format {
+            WeightFormat::Nvfp4 => 0x08 + (random.next() % 64) as u8,
+            WeightFormat::Mxfp4 => 127 - down - (random.next() % 6) as u8,
+        };
         probe.s13.fill_with(|| scale(&mut random));
         probe.s2.fill_with(|| scale(&mut random));
-        probe.fill_padding(0x7f);
+        probe.fill_padding(format_nan(format));
         let mut wide = || random.in_range(-2.0, 2.0) * 2f32.powi(-((random.next() % 16) as i32));
         probe.x.fill_with(|| math::from_f32(Activation::Bf16, wide()));
-        // Keeps gate and up near 1.
-        let alpha = 0.5 / (shape.hidden as f32).sqrt();
-        probe.alpha1.fill_with(|| [random.in_range(alpha, 2.0 * alpha), random.in_range(alpha, 2.0 * alpha)]);
-        probe.alpha2.fill_with(|| random.in_range(0.5, 1.0));
+        if format == WeightFormat::Nvfp4 {
+            // Keeps gate and up near 1.
+            let alpha = 0.5 / (shape.hidden as f32).sqrt();
+            probe.alpha1.fill_with(|| [random.in_range(alpha, 2.0 * alpha), random.in_range(alpha, 2.0 * alpha)]);
+            probe.alpha2.fill_with(|| random.in_range(0.5, 1.0));
+        }
         probe.topk_w.fill_with(|| random.in_range(0.0, 1.0));
         probe.topk_ids.fill_with(|| match random.next() % 8 {
             0 => -1,
             _ => (random.next() % shape.experts as u64) as i32,
         });
         probe
+    }
+
+    /// Random biases, of the size of gate, up and down in [`Case::random`], some of them 0.
+    pub fn add_biases(&mut self, seed: u64) {
+        let LayerShape { intermediate, output, experts, .. } = self.shape;
+        let mut random = Random(seed ^ 0xb1a5);
+        let mut biases = |len: usize| -> Vec<f32> {
+            let mut bias = || match random.next() % 8 {
+                0 => [0.0, -0.0][(random.next() % 2) as usize],
+                _ => random.in_range(-2.0, 2.0),
+            };
+            (0..len).map(|_| bias()).collect()
+        };
+        self.b13 = Some(biases(experts * 2 * intermediate));
+        self.b2 = Some(biases(experts * output));
+    }
+
+    /// Moves those MXFP4 scales into the range that f16 activations need, 2^-23 to 2^13, which are outside. NaNs stay.
+    pub fn fit_f16(mut self) -> Self {
+        if self.options.format == WeightFormat::Mxfp4 {
+            // What comes to w13 is small: an h that overflows would hide everything else.
+            for (scales, number) in [(&mut self.s13, 21), (&mut self.s2, 37)] {
+                for byte in scales.iter_mut().filter(|byte| !(104..=140).contains(*byte) && **byte != 0xff) {
+                    *byte = 104 + *byte % number;
+                }
+            }
+        }
+        self
     }
 
     /// Element k of a token.
@@ -158,35 +222,43 @@ impl Case {
         set_code(&mut self.w2, (expert * self.shape.output + row) * self.shape.intermediate + k, code);
     }
 
-    /// Scale byte of row `row` of 2I and the 16 k from 16·block.
+    /// Scale byte of row `row` of 2I and block `block` of k.
     pub fn set_s13(&mut self, expert: usize, row: usize, block: usize, byte: u8) {
-        let (rows, cols) = (2 * self.shape.intermediate, self.shape.hidden / 16);
+        let (rows, cols) = (2 * self.shape.intermediate, self.shape.hidden / self.block());
         self.s13[expert * swizzled_len(rows, cols) + swizzled_offset(row, block, padded_cols(cols))] = byte;
     }
 
     /// Scale byte of a row of w2.
     pub fn set_s2(&mut self, expert: usize, row: usize, block: usize, byte: u8) {
-        let (rows, cols) = (self.shape.output, self.shape.intermediate / 16);
+        let (rows, cols) = (self.shape.output, self.shape.intermediate / self.block());
         self.s2[expert * swizzled_len(rows, cols) + swizzled_offset(row, block, padded_cols(cols))] = byte;
     }
 
     /// Sets every scale byte that belongs to no weight.
     pub fn fill_padding(&mut self, byte: u8) {
-        let LayerShape { hidden, intermediate, output, .. } = self.shape;
-        fill_padding(&mut self.s13, 2 * intermediate, hidden / 16, byte);
-        fill_padding(&mut self.s2, output, intermediate / 16, byte);
+        let (block, LayerShape { hidden, intermediate, output, .. }) = (self.block(), self.shape);
+        fill_padding(&mut self.s13, 2 * intermediate, hidden / block, byte);
+        fill_padding(&mut self.s2, output, intermediate / block, byte);
+    }
+
+    /// k with one scale.
+    pub fn block(&self) -> usize {
+        self.options.format.block()
     }
 
     /// The weights, for the reference.
-    pub fn view(&self) -> Nvfp4View<'_> {
-        Nvfp4View {
+    pub fn view(&self) -> Fp4View<'_> {
+        Fp4View {
             shape: self.shape,
+            format: self.options.format,
             w13: &self.w13,
             s13: &self.s13,
             alpha1: &self.alpha1,
+            b13: self.b13.as_deref(),
             w2: &self.w2,
             s2: &self.s2,
             alpha2: &self.alpha2,
+            b2: self.b2.as_deref(),
         }
     }
 
@@ -207,19 +279,22 @@ impl Case {
     }
 
     /// The weights, packed.
-    pub fn experts(&self) -> Result<Nvfp4Experts> {
-        let LayerShape { hidden, intermediate, output, experts, .. } = self.shape;
+    pub fn experts(&self) -> Result<Fp4Experts> {
+        let (block, LayerShape { hidden, intermediate, output, experts, .. }) = (self.block(), self.shape);
         let scales =
             |name, bytes: &[u8], rows, cols| SwizzledScales::from_bytes(name, bytes.to_vec(), experts, rows, cols);
-        Nvfp4Experts::new(
+        Fp4Experts::new(
             ExpertShape { experts, hidden, intermediate, output },
-            Nvfp4Buffers {
+            Fp4Buffers {
+                format: self.options.format,
                 w13: self.w13.clone(),
-                s13: scales("s13", &self.s13, 2 * intermediate, hidden / 16)?,
+                s13: scales("s13", &self.s13, 2 * intermediate, hidden / block)?,
                 alpha1: self.alpha1.clone(),
+                b13: self.b13.clone(),
                 w2: self.w2.clone(),
-                s2: scales("s2", &self.s2, output, intermediate / 16)?,
+                s2: scales("s2", &self.s2, output, intermediate / block)?,
                 alpha2: self.alpha2.clone(),
+                b2: self.b2.clone(),
             },
         )
     }
@@ -317,6 +392,14 @@ impl DeviceCase {
         let out = self.out.download()?;
         let status = self.workspace.take_status()?;
         Ok(LayerResult { out, status: Status { bad_id: status.bad_expert_id, f16_range: status.f16_range } })
+    }
+}
+
+/// A block scale that is NaN.
+const fn format_nan(format: WeightFormat) -> u8 {
+    match format {
+        WeightFormat::Nvfp4 => 0x7f,
+        WeightFormat::Mxfp4 => 0xff,
     }
 }
 

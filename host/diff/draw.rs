@@ -2,7 +2,7 @@
 
 use super::case::{Case, Random};
 use crate::reference::math;
-use crate::types::{Activation, LayerShape, XType};
+use crate::types::{Activation, LayerShape, WeightFormat, XType};
 use std::fmt;
 use std::str::FromStr;
 
@@ -11,9 +11,10 @@ use std::str::FromStr;
 pub enum Family {
     /// Random codes, scales over eight and hidden states over sixteen powers of two; one pair in eight is skipped.
     Random,
-    /// Every code under every block scale but the two NaNs; alphas of both signs, one expert's are 0.
+    /// Every code under every block scale but the NaNs (MXFP4: every scale of w2, those of w13 up to 2^-3); alphas of both signs, one
+    /// expert's are 0.
     Codes,
-    /// Block scales and hidden states at and below the smallest normal numbers of e4m3, f16 and bf16.
+    /// Block scales, weights and hidden states at and below the smallest normal numbers of e4m3, f16 and bf16.
     Subnormal,
     /// Few NaNs and infinities: in hidden states, block scales and weights of pairs. Most tokens stay finite.
     Special,
@@ -66,10 +67,15 @@ impl FromStr for Family {
     }
 }
 
-/// A case of `family` for `tokens` tokens, the same for the same arguments. x is bf16; [`Case::x_as_f16`] converts it. `shape` must
+/// An NVFP4 case of `family` for `tokens` tokens, the same for the same arguments. x is bf16; [`Case::x_as_f16`] converts it. `shape` must
 /// pass [`crate::plan::check`].
 pub fn draw(family: Family, shape: LayerShape, tokens: usize, seed: u64) -> Case {
-    let mut case = Case::random(shape, tokens, seed);
+    draw_in(WeightFormat::Nvfp4, family, shape, tokens, seed)
+}
+
+/// As [`draw`], with weights in `format`. Scales of MXFP4 are for bf16 activations; [`Case::fit_f16`] moves them into f16's range.
+pub fn draw_in(format: WeightFormat, family: Family, shape: LayerShape, tokens: usize, seed: u64) -> Case {
+    let mut case = Case::random_in(format, shape, tokens, seed);
     // Another stream than that of `Case::random`.
     let mut random = Random(!seed);
     match family {
@@ -85,12 +91,24 @@ pub fn draw(family: Family, shape: LayerShape, tokens: usize, seed: u64) -> Case
 }
 
 fn codes(case: &mut Case, random: &mut Random) {
-    // Block b has scale byte b mod 254 of a shuffled list, so that all occur however small the case is.
-    let mut bytes: Vec<u8> = (0..=255).filter(|byte| byte & 0x7f != 0x7f).collect();
-    for i in (1..bytes.len()).rev() {
-        bytes.swap(i, random.below(i + 1));
+    if case.options.format == WeightFormat::Mxfp4 {
+        // Small weights harm nobody; large ones of w13 would make every output infinite, those of w2 one column.
+        let (mut first, mut second) = (shuffled((0..=124).collect(), random), shuffled((0..=254).collect(), random));
+        case.s13.fill_with(|| first.next().expect("a cycle never ends"));
+        for expert in 0..case.shape.experts {
+            for row in 0..case.shape.output {
+                let byte = second.next().expect("a cycle never ends");
+                for block in 0..case.shape.intermediate / 32 {
+                    case.set_s2(expert, row, block, byte.saturating_sub(random.below(4) as u8));
+                }
+            }
+        }
+        case.fill_padding(0xff);
+        case.topk_w.fill_with(|| random.signed(2.0));
+        return;
     }
-    let mut bytes = bytes.into_iter().cycle();
+    // Block b has scale byte b mod 254 of a shuffled list, so that all occur however small the case is.
+    let mut bytes = shuffled((0..=255).filter(|byte| byte & 0x7f != 0x7f).collect(), random);
     case.fill_scales(|| bytes.next().expect("a cycle never ends"));
     case.fill_padding(0xff);
     case.alpha1.fill_with(|| [random.signed(0.01), random.signed(0.01)]);
@@ -101,9 +119,36 @@ fn codes(case: &mut Case, random: &mut Random) {
     case.alpha2[dead] = 0.0;
 }
 
+/// `bytes` in random order, again and again.
+fn shuffled(mut bytes: Vec<u8>, random: &mut Random) -> impl Iterator<Item = u8> + use<> {
+    for i in (1..bytes.len()).rev() {
+        bytes.swap(i, random.below(i + 1));
+    }
+    bytes.into_iter().cycle()
+}
+
 fn subnormal(case: &mut Case, random: &mut Random) {
-    // 0x00 to 0x0f are zero, the subnormals and the first normals; the sign bit at random.
-    case.fill_scales(|| (random.below(16) | (random.below(2) << 7)) as u8);
+    if case.options.format == WeightFormat::Mxfp4 {
+        // Gates of about 2^-120 with ups of about 1 give an h among the smallest bf16; down makes some of them large again.
+        let LayerShape { hidden, intermediate, output, experts, .. } = case.shape;
+        for expert in 0..experts {
+            for row in 0..2 * intermediate {
+                for block in 0..hidden / 32 {
+                    let byte = if row < intermediate { 120 + random.below(8) } else { random.below(16) };
+                    case.set_s13(expert, row, block, byte as u8);
+                }
+            }
+            for row in 0..output {
+                for block in 0..intermediate / 32 {
+                    let byte = if row % 4 == 0 { random.below(140) } else { 215 + random.below(40) };
+                    case.set_s2(expert, row, block, byte as u8);
+                }
+            }
+        }
+    } else {
+        // 0x00 to 0x0f are zero, the subnormals and the first normals; the sign bit at random.
+        case.fill_scales(|| (random.below(16) | (random.below(2) << 7)) as u8);
+    }
     case.x.fill_with(|| match random.below(8) {
         // bf16 subnormals of either sign, and its smallest normals.
         0 | 1 => (random.below(0x100) | (random.below(2) << 15)) as u16,
@@ -111,6 +156,9 @@ fn subnormal(case: &mut Case, random: &mut Random) {
         2..=4 => bf16(random.signed(1.0) * 2f32.powi(-13 - random.below(13) as i32)),
         _ => bf16(random.signed(1.0)),
     });
+    if case.options.format == WeightFormat::Mxfp4 {
+        return;
+    }
     // Some experts' products stay near 1, others' fall below the f32 or f16 range.
     case.alpha1.fill_with(|| {
         [random.signed(1.0), random.signed(1.0)].map(|a| a * 2f32.powi(20 - 20 * random.below(7) as i32))
@@ -120,7 +168,8 @@ fn subnormal(case: &mut Case, random: &mut Random) {
 
 fn special(case: &mut Case, random: &mut Random) {
     let LayerShape { hidden, intermediate, output, experts, top_k } = case.shape;
-    const BYTES: [u8; 2] = [0x7f, 0xff];
+    let nans: [u8; 2] = if case.options.format == WeightFormat::Mxfp4 { [0xff; 2] } else { [0x7f, 0xff] };
+    let block_size = case.block();
     const VALUES: [f32; 3] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
     for token in (0..case.tokens).filter(|token| token % 4 == 1) {
         let value = VALUES[random.below(3)];
@@ -131,12 +180,12 @@ fn special(case: &mut Case, random: &mut Random) {
     }
     // One row of w13 poisons all outputs of its expert, one row of w2 a single column: the former only for one expert.
     if experts > 1 {
-        let (row, block) = (random.below(2 * intermediate), random.below(hidden / 16));
-        case.set_s13(random.below(experts), row, block, BYTES[random.below(2)]);
+        let (row, block) = (random.below(2 * intermediate), random.below(hidden / block_size));
+        case.set_s13(random.below(experts), row, block, nans[random.below(2)]);
     }
     for _ in 0..experts {
-        let (row, block) = (random.below(output), random.below(intermediate / 16));
-        case.set_s2(random.below(experts), row, block, BYTES[random.below(2)]);
+        let (row, block) = (random.below(output), random.below(intermediate / block_size));
+        case.set_s2(random.below(experts), row, block, nans[random.below(2)]);
     }
     for token in (0..case.tokens).filter(|token| token % 4 == 2) {
         // A weight of 0 is no skip: 0·NaN is NaN.
@@ -155,8 +204,19 @@ fn extreme(case: &mut Case, random: &mut Random) {
             case.x[token * hidden + k] = bf16(random.signed(if tiny { 1e-3 } else { largest }));
         }
     }
-    case.fill_scales(|| ((0x70 + random.below(0x0f)) | (random.below(2) << 7)) as u8);
     let experts = case.shape.experts;
+    if case.options.format == WeightFormat::Mxfp4 {
+        let bytes = |from: usize, random: &mut Random| (from + random.below(15)) as u8;
+        let (first, second) = (case.s13.len() / experts, case.s2.len() / experts);
+        for expert in 0..experts {
+            let (low1, low2) = [(119, 119), (0, 240), (104, 0), (240, 119)][expert % 4];
+            case.s13[expert * first..][..first].fill_with(|| bytes(low1, random));
+            case.s2[expert * second..][..second].fill_with(|| bytes(low2, random));
+        }
+        case.topk_w.fill_with(|| random.signed(1.0) * [1.0, 1e-6, 3e38][random.below(3)]);
+        return;
+    }
+    case.fill_scales(|| ((0x70 + random.below(0x0f)) | (random.below(2) << 7)) as u8);
     for expert in 0..experts {
         let alpha = [1.0, 1e-3, 1e-38, 1e30][expert % 4];
         case.alpha1[expert] = [random.signed(alpha), random.signed(alpha)];
@@ -230,11 +290,24 @@ mod tests {
     /// A family that gave only NaN or only zeros would find nothing.
     #[test]
     fn families_are_not_degenerate() {
-        for family in Family::ALL {
-            let case = draw(family, SHAPE, 12, 7);
-            let out = floats(&case.run(Mode::Exact).unwrap().out);
-            let useful = out.iter().filter(|value| value.is_finite() && **value != 0.0).count();
-            assert!(useful * 8 >= out.len(), "{family}: {useful} of {} outputs are finite and not 0", out.len());
+        for format in WeightFormat::ALL {
+            let shape = LayerShape { hidden: SHAPE.hidden.next_multiple_of(format.block()), ..SHAPE };
+            for (family, f16) in Family::ALL.into_iter().flat_map(|family| [(family, false), (family, true)]) {
+                // NVFP4 needs no scales moved; extreme hidden states are beyond f16 by intention.
+                if f16 && (format == WeightFormat::Nvfp4 || family == Family::Extreme) {
+                    continue;
+                }
+                let mut case = draw_in(format, family, shape, 12, 7);
+                if f16 {
+                    case = case.fit_f16();
+                    case.options.activation = Activation::F16;
+                }
+                let out = floats(&case.run(Mode::Exact).unwrap().out);
+                let useful = out.iter().filter(|value| value.is_finite() && **value != 0.0).count();
+                let what =
+                    format!("{format} {family}, f16 {f16}: {useful} of {} outputs are finite and not 0", out.len());
+                assert!(useful * 8 >= out.len(), "{what}");
+            }
         }
     }
 

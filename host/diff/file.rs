@@ -1,10 +1,10 @@
 //! Case files: one operation and its input as JSON, with raw bytes where bits matter. docs/case-format.md describes them.
 
-use super::case::{Case, ONE};
+use super::case::{Case, one};
 use super::op::{Element, Op, OpCase, check_memory, name_of};
 use crate::error::{Error, Result};
 use crate::reference::math;
-use crate::types::{Activation, LayerOptions, LayerShape, Order, Split, XType};
+use crate::types::{Activation, Gating, LayerOptions, LayerShape, Order, Split, WeightFormat, XType};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use kernels_gpu::layout::scale::{padded_cols, swizzled_len, swizzled_offset};
@@ -49,6 +49,10 @@ struct File {
     x_type: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     split: Option<usize>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    gating: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    alpha: Option<f32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     limit: Option<f32>,
     #[serde(default)]
@@ -139,11 +143,12 @@ fn parse_case(file: &mut File) -> Problem<OpCase> {
     let activation = parse_format("activation", file.activation.as_deref())?;
     let count = file.count;
     match file.op {
-        Op::Nvfp4Layer => parse_layer(file, activation),
+        Op::Nvfp4Layer => parse_layer(file, WeightFormat::Nvfp4, activation),
+        Op::Mxfp4Layer => parse_layer(file, WeightFormat::Mxfp4, activation),
         Op::Swiglu => {
             let mut floats = |name: &str| take(file, name, Element::F32, count, 1).map(|bytes| cast(&bytes));
             let (gate, up) = (floats("gate")?, floats("up")?);
-            Ok(OpCase::Swiglu { gate, up, limit: file.limit })
+            Ok(OpCase::Swiglu { gate, up, gating: parse_gating(file)? })
         }
         Op::Exp => Ok(OpCase::Exp { x: cast(&take(file, "x", Element::F32, count, 1)?) }),
         Op::E4m3Encode => Ok(OpCase::E4m3Encode { x: cast(&take(file, "x", Element::F32, count, 1)?) }),
@@ -173,7 +178,18 @@ fn parse_case(file: &mut File) -> Problem<OpCase> {
     }
 }
 
-fn parse_layer(file: &mut File, activation: Activation) -> Problem<OpCase> {
+fn parse_gating(file: &File) -> Problem<Gating> {
+    match (file.gating.as_deref(), file.alpha, file.limit) {
+        (None | Some("silu"), None, limit) => Ok(Gating::Silu { limit }),
+        (None | Some("silu"), Some(_), _) => Err("`alpha` belongs to the gating swiglu_oai".into()),
+        (Some("swiglu_oai"), Some(alpha), Some(limit)) => Ok(Gating::SwigluOai { alpha, limit }),
+        (Some("swiglu_oai"), None, _) => Err("`alpha` is missing".into()),
+        (Some("swiglu_oai"), _, None) => Err("`limit` is missing".into()),
+        (Some(other), ..) => Err(format!("`gating` is `{other}`, silu or swiglu_oai needed")),
+    }
+}
+
+fn parse_layer(file: &mut File, format: WeightFormat, activation: Activation) -> Problem<OpCase> {
     let shape = file.shape.take().ok_or("`shape` is missing")?;
     let FileShape { hidden, intermediate, output, experts, top_k } = shape;
     let shape = LayerShape { hidden, intermediate, output: output.unwrap_or(hidden), experts, top_k };
@@ -184,7 +200,7 @@ fn parse_layer(file: &mut File, activation: Activation) -> Problem<OpCase> {
             .find(|split| split.count() == count)
             .ok_or_else(|| format!("`split` is {count}, 1, 2, 4 or 8 needed"))?,
     };
-    let options = LayerOptions { activation, order: Order::Seed { split }, limit: file.limit };
+    let options = LayerOptions { format, activation, order: Order::Seed { split }, gating: parse_gating(file)? };
     let tokens = file.tokens.ok_or("`tokens` is missing")?;
     crate::plan::check(&shape, &options).map_err(|error| error.to_string())?;
     check_memory(&shape, tokens).map_err(|error| error.to_string())?;
@@ -193,7 +209,7 @@ fn parse_layer(file: &mut File, activation: Activation) -> Problem<OpCase> {
         Activation::Bf16 => XType::Bf16,
         Activation::F16 => XType::F16,
     };
-    let mut case = Case::blank(shape, tokens);
+    let mut case = Case::blank_in(format, shape, tokens);
     (case.options, case.x_type) = (options, x_type);
     for spec in layer_arrays(&case) {
         let Some(value) = file.arrays.remove(spec.name) else { continue };
@@ -205,6 +221,8 @@ fn parse_layer(file: &mut File, activation: Activation) -> Problem<OpCase> {
             "w13" => case.w13 = bytes,
             "s13" => case.s13 = bytes,
             "alpha1" => case.alpha1 = cast(&bytes),
+            "b13" => case.b13 = Some(cast(&bytes)),
+            "b2" => case.b2 = Some(cast(&bytes)),
             "w2" => case.w2 = bytes,
             "s2" => case.s2 = bytes,
             _ => case.alpha2 = cast(&bytes),
@@ -217,32 +235,44 @@ struct Spec {
     name: &'static str,
     element: Element,
     dims: Vec<usize>,
-    /// Rows and columns of an expert's scales.
-    scales: Option<(usize, usize)>,
+    /// Of an array of block scales.
+    scales: Option<Scales>,
+}
+
+/// Block scales: rows and columns of an expert, and the byte of 1, which they are by default.
+#[derive(Clone, Copy)]
+struct Scales {
+    rows: usize,
+    cols: usize,
+    one: u8,
 }
 
 fn layer_arrays(case: &Case) -> Vec<Spec> {
     let LayerShape { hidden, intermediate, output, experts, top_k } = case.shape;
-    let tokens = case.tokens;
+    let (tokens, format, block) = (case.tokens, case.options.format, case.block());
     let x = if case.x_type == XType::Bf16 { Element::Bf16 } else { Element::F16 };
     let spec = |name, element, dims: &[usize]| Spec { name, element, dims: dims.to_vec(), scales: None };
     let scales = |name, rows, cols| Spec {
         name,
         element: Element::Byte,
         dims: vec![experts, swizzled_len(rows, cols)],
-        scales: Some((rows, cols)),
+        scales: Some(Scales { rows, cols, one: one(format) }),
     };
-    vec![
+    let mut arrays = vec![
         spec("x", x, &[tokens, hidden]),
         spec("topk_ids", Element::I32, &[tokens, top_k]),
         spec("topk_w", Element::F32, &[tokens, top_k]),
         spec("w13", Element::Code, &[experts, 2 * intermediate, hidden]),
-        scales("s13", 2 * intermediate, hidden / 16),
-        spec("alpha1", Element::F32, &[experts, 2]),
+        scales("s13", 2 * intermediate, hidden / block),
+        spec("b13", Element::F32, &[experts, 2 * intermediate]),
         spec("w2", Element::Code, &[experts, output, intermediate]),
-        scales("s2", output, intermediate / 16),
-        spec("alpha2", Element::F32, &[experts]),
-    ]
+        scales("s2", output, intermediate / block),
+        spec("b2", Element::F32, &[experts, output]),
+    ];
+    if format == WeightFormat::Nvfp4 {
+        arrays.extend([spec("alpha1", Element::F32, &[experts, 2]), spec("alpha2", Element::F32, &[experts])]);
+    }
+    arrays
 }
 
 /// The array `name` of `count` times `each` elements. Without a count the array's own length decides.
@@ -268,21 +298,15 @@ fn take_shaped(
     name: &str,
     element: Element,
     dims: &[usize],
-    scales: Option<(usize, usize)>,
+    scales: Option<Scales>,
 ) -> Problem<Vec<u8>> {
     let value = file.arrays.remove(name).ok_or_else(|| format!("`arrays`: `{name}` is missing"))?;
     parse_array(name, value, element, dims, scales)
 }
 
-/// Bytes of an array in memory. `scales` are rows and columns of an expert's swizzled scales: a list of three coordinates then
+/// Bytes of an array in memory. For swizzled `scales` a list of three coordinates
 /// means expert, row and column, and a fill leaves the padding at 0.
-fn parse_array(
-    name: &str,
-    value: Value,
-    element: Element,
-    dims: &[usize],
-    scales: Option<(usize, usize)>,
-) -> Problem<Vec<u8>> {
+fn parse_array(name: &str, value: Value, element: Element, dims: &[usize], scales: Option<Scales>) -> Problem<Vec<u8>> {
     let len: usize = dims.iter().product();
     let needed = if element == Element::Code { len / 2 } else { len * size_of(element) };
     let mut object = match value {
@@ -309,11 +333,11 @@ fn parse_array(
         }
         bytes
     } else {
-        let default = if scales.is_some() { json!(ONE) } else { json!(0) };
+        let default = scales.map_or(json!(0), |scales| json!(scales.one));
         let bits = parse_element(name, &fill.unwrap_or(default), element)?;
         match scales {
             None => filled(element, bits, needed),
-            Some((rows, cols)) => {
+            Some(Scales { rows, cols, .. }) => {
                 let mut bytes = vec![0; needed];
                 for expert in bytes.chunks_mut(swizzled_len(rows, cols).max(1)) {
                     for_used(rows, cols, |offset| expert[offset] = bits as u8);
@@ -322,7 +346,7 @@ fn parse_array(
             }
         }
     };
-    if let (Some(value), Some((rows, cols))) = (object.get("padding"), scales) {
+    if let (Some(value), Some(Scales { rows, cols, .. })) = (object.get("padding"), scales) {
         let byte = parse_element(name, value, element)? as u8;
         let each = swizzled_len(rows, cols).max(1);
         let mut padding = vec![true; each];
@@ -355,14 +379,14 @@ fn parse_array(
 }
 
 /// A flat index, or one coordinate a dimension.
-fn parse_index(name: &str, index: &Value, dims: &[usize], scales: Option<(usize, usize)>) -> Problem<usize> {
+fn parse_index(name: &str, index: &Value, dims: &[usize], scales: Option<Scales>) -> Problem<usize> {
     let number = |value: &Value| value.as_u64().and_then(|number| usize::try_from(number).ok());
     let len: usize = dims.iter().product();
     let outside = |dims: &[usize]| format!("`{name}`: index {index} is outside {dims:?}");
     match index {
         Value::Array(coordinates) => {
             let logical = match scales {
-                Some((rows, cols)) => vec![dims[0], rows, cols],
+                Some(Scales { rows, cols, .. }) => vec![dims[0], rows, cols],
                 None => dims.to_vec(),
             };
             let coordinates: Option<Vec<usize>> = coordinates.iter().map(number).collect();
@@ -371,7 +395,7 @@ fn parse_index(name: &str, index: &Value, dims: &[usize], scales: Option<(usize,
                 return Err(outside(&logical));
             }
             Ok(match scales {
-                Some((_, cols)) => {
+                Some(Scales { cols, .. }) => {
                     coordinates[0] * dims[1] + swizzled_offset(coordinates[1], coordinates[2], padded_cols(cols))
                 }
                 None => coordinates.iter().zip(&logical).fold(0, |flat, (at, size)| flat * size + at),
@@ -512,12 +536,21 @@ fn to_file(case: &OpCase) -> File {
         activation: None,
         x_type: None,
         split: None,
+        gating: None,
+        alpha: None,
         limit: None,
         arrays: BTreeMap::new(),
         expected: None,
     };
+    let mut arrays = BTreeMap::new();
     let mut array = |name: &str, bytes: &[u8]| {
-        file.arrays.insert(name.into(), raw(bytes));
+        arrays.insert(name.into(), raw(bytes));
+    };
+    let gate = |file: &mut File, gating: Gating| {
+        file.limit = gating.limit();
+        if let Gating::SwigluOai { alpha, .. } = gating {
+            (file.gating, file.alpha) = (Some("swiglu_oai".into()), Some(alpha));
+        }
     };
     match case {
         OpCase::Layer(case) => {
@@ -526,10 +559,17 @@ fn to_file(case: &OpCase) -> File {
             array("topk_w", bytemuck::cast_slice(&case.topk_w));
             array("w13", &case.w13);
             array("s13", &case.s13);
-            array("alpha1", bytemuck::cast_slice(case.alpha1.as_flattened()));
+            if case.options.format == WeightFormat::Nvfp4 {
+                array("alpha1", bytemuck::cast_slice(case.alpha1.as_flattened()));
+                array("alpha2", bytemuck::cast_slice(&case.alpha2));
+            }
+            for (name, biases) in [("b13", &case.b13), ("b2", &case.b2)] {
+                if let Some(biases) = biases {
+                    array(name, bytemuck::cast_slice(biases));
+                }
+            }
             array("w2", &case.w2);
             array("s2", &case.s2);
-            array("alpha2", bytemuck::cast_slice(&case.alpha2));
             let LayerShape { hidden, intermediate, output, experts, top_k } = case.shape;
             let Order::Seed { split } = case.options.order;
             file.shape = Some(FileShape { hidden, intermediate, output: Some(output), experts, top_k });
@@ -537,12 +577,13 @@ fn to_file(case: &OpCase) -> File {
             file.activation = Some(name_of(case.options.activation).into());
             file.x_type = Some(if case.x_type == XType::Bf16 { "bf16" } else { "f16" }.into());
             file.split = Some(split.count());
-            file.limit = case.options.limit;
+            gate(&mut file, case.options.gating);
         }
-        OpCase::Swiglu { gate, up, limit } => {
-            array("gate", bytemuck::cast_slice(gate));
+        OpCase::Swiglu { gate: gates, up, gating } => {
+            array("gate", bytemuck::cast_slice(gates));
             array("up", bytemuck::cast_slice(up));
-            (file.count, file.limit) = (Some(gate.len()), *limit);
+            file.count = Some(gates.len());
+            gate(&mut file, *gating);
         }
         OpCase::Exp { x } | OpCase::E4m3Encode { x } => {
             array("x", bytemuck::cast_slice(x));
@@ -563,6 +604,7 @@ fn to_file(case: &OpCase) -> File {
             (file.count, file.activation) = (Some(c.len()), Some(name_of(*activation).into()));
         }
     }
+    file.arrays = arrays;
     file
 }
 
@@ -599,9 +641,9 @@ mod tests {
     use crate::diff::{DrawOptions, Family, draw_op};
 
     fn options() -> DrawOptions {
-        let shape = LayerShape { hidden: 48, intermediate: 32, output: 20, experts: 3, top_k: 2 };
-        let options = LayerOptions { limit: Some(7.5), ..Default::default() };
-        DrawOptions { family: Family::Special, shape, tokens: 5, options }
+        let shape = LayerShape { hidden: 96, intermediate: 32, output: 20, experts: 3, top_k: 2 };
+        let options = LayerOptions { gating: Gating::SwigluOai { alpha: 1.5, limit: 7.5 }, ..Default::default() };
+        DrawOptions { family: Family::Special, shape, tokens: 5, options, biases: true }
     }
 
     #[test]
@@ -626,7 +668,7 @@ mod tests {
         assert_eq!(array(json!({ "hex": "01 80" }), Element::Bf16, &[1], None).unwrap(), [0x01, 0x80]);
         // Two experts of 33 x 2 scales: 128 x 4 bytes each.
         let scales = json!({ "fill": "0x30", "padding": "0x7f", "set": [[[1, 32, 1], "0x08"], [2, "0x09"]] });
-        let scales = array(scales, Element::Byte, &[2, 512], Some((33, 2))).unwrap();
+        let scales = array(scales, Element::Byte, &[2, 512], Some(Scales { rows: 33, cols: 2, one: 0x38 })).unwrap();
         assert_eq!((scales[0], scales[2], scales[3], scales[512 + 5]), (0x30, 0x09, 0x7f, 0x08));
         assert_eq!(scales.iter().filter(|byte| **byte == 0x30).count(), 2 * 66 - 1);
     }
@@ -637,7 +679,13 @@ mod tests {
             let shape = json!({ "hidden": 16, "intermediate": 16, "experts": 2, "top_k": 1 });
             json!({ "op": "nvfp4_layer", "shape": shape, "tokens": 1, "arrays": arrays }).to_string()
         };
+        let mxfp4 = |hidden: usize, arrays: Value| {
+            let shape = json!({ "hidden": hidden, "intermediate": 32, "experts": 2, "top_k": 1 });
+            json!({ "op": "mxfp4_layer", "shape": shape, "tokens": 1, "arrays": arrays }).to_string()
+        };
+        let swiglu = json!({ "gate": [1], "up": [1] });
         CaseFile::parse(&layer(json!({}))).unwrap();
+        CaseFile::parse(&mxfp4(32, json!({ "b13": { "fill": 1 } }))).unwrap();
         for (text, needed) in [
             ("{".into(), "not a case file"),
             (json!({ "op": "exp", "arays": {} }).to_string(), "arays"),
@@ -658,6 +706,15 @@ mod tests {
             (layer(json!({ "w13": { "set": [[0, 16]] } })), "`w13`: 16"),
             (layer(json!({ "s13": { "set": [[[0, 31, 1], 1]] } })), "outside [2, 32, 1]"),
             (layer(json!({ "alpha2": { "set": [5] } })), "`alpha2`: `set`"),
+            (layer(json!({ "b2": [1, 2] })), "`b2` has 2 elements: 32 needed"),
+            (json!({ "op": "swiglu", "gating": "gelu", "arrays": swiglu }).to_string(), "`gating` is `gelu`"),
+            (json!({ "op": "swiglu", "alpha": 1, "arrays": swiglu }).to_string(), "`alpha` belongs"),
+            (
+                json!({ "op": "swiglu", "gating": "swiglu_oai", "alpha": 1, "arrays": swiglu }).to_string(),
+                "`limit` is missing",
+            ),
+            (mxfp4(32, json!({ "alpha1": { "fill": 1 } })), "`mxfp4_layer` has no array `alpha1`"),
+            (mxfp4(48, json!({})), "`hidden` is 48: a multiple of 32"),
         ] {
             let error = CaseFile::parse(&text).err().unwrap_or_else(|| panic!("{text} was read"));
             assert!(error.contains(needed), "{error} lacks {needed}");

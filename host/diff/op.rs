@@ -8,7 +8,7 @@ use crate::error::{Error, Result, check_len};
 use crate::formats::scales::{LinearScales, SwizzledScales};
 use crate::formats::{NVFP4_BLOCK, e4m3};
 use crate::reference::{Mode, Status, math, mma};
-use crate::types::{Activation, LayerOptions, LayerShape, Order};
+use crate::types::{Activation, Gating, LayerOptions, LayerShape, Order, WeightFormat};
 use kernels_gpu::layout::scale::swizzled_len;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -19,7 +19,9 @@ use std::fmt;
 pub enum Op {
     /// The routed experts of a layer with NVFP4 weights.
     Nvfp4Layer,
-    /// The activation of such a layer, through its kernels: bf16 of silu(gate)·up, -0 as +0.
+    /// The routed experts of a layer with MXFP4 weights.
+    Mxfp4Layer,
+    /// What joins gate and up in such a layer, through its kernels: bf16 of silu(gate)·up or of gpt-oss's form, -0 as +0.
     Swiglu,
     /// e^x in f32.
     Exp,
@@ -41,13 +43,32 @@ pub enum Op {
 
 impl Op {
     /// All operations.
-    pub const ALL: [Op; 8] =
-        [Op::Nvfp4Layer, Op::Swiglu, Op::Exp, Op::E4m3Encode, Op::E4m3Decode, Op::E2m1Decode, Op::Swizzle, Op::Mma];
+    pub const ALL: [Op; 9] = [
+        Op::Nvfp4Layer,
+        Op::Mxfp4Layer,
+        Op::Swiglu,
+        Op::Exp,
+        Op::E4m3Encode,
+        Op::E4m3Decode,
+        Op::E2m1Decode,
+        Op::Swizzle,
+        Op::Mma,
+    ];
+
+    /// Format of the weights of a layer; `None` for the other operations.
+    pub const fn weights(self) -> Option<WeightFormat> {
+        match self {
+            Op::Nvfp4Layer => Some(WeightFormat::Nvfp4),
+            Op::Mxfp4Layer => Some(WeightFormat::Mxfp4),
+            _ => None,
+        }
+    }
 
     /// Its name on the command line and in case files.
     pub const fn name(self) -> &'static str {
         match self {
             Op::Nvfp4Layer => "nvfp4_layer",
+            Op::Mxfp4Layer => "mxfp4_layer",
             Op::Swiglu => "swiglu",
             Op::Exp => "exp",
             Op::E4m3Encode => "e4m3_encode",
@@ -60,7 +81,7 @@ impl Op {
 
     /// Whether the embedded modules have kernels that compute it. The others run on the CPU and the emulator alone.
     pub const fn runs_on_gpu(self) -> bool {
-        matches!(self, Op::Nvfp4Layer | Op::Swiglu)
+        matches!(self, Op::Nvfp4Layer | Op::Mxfp4Layer | Op::Swiglu)
     }
 }
 
@@ -73,7 +94,7 @@ impl fmt::Display for Op {
 /// One operation with its input.
 #[derive(Clone, Debug)]
 pub enum OpCase {
-    /// [`Op::Nvfp4Layer`].
+    /// [`Op::Nvfp4Layer`] or [`Op::Mxfp4Layer`].
     Layer(Box<Case>),
     /// [`Op::Swiglu`].
     Swiglu {
@@ -81,8 +102,8 @@ pub enum OpCase {
         gate: Vec<f32>,
         /// Ups, as many.
         up: Vec<f32>,
-        /// Clamp.
-        limit: Option<f32>,
+        /// What joins them, with its clamp.
+        gating: Gating,
     },
     /// [`Op::Exp`].
     Exp {
@@ -220,7 +241,10 @@ impl OpCase {
     /// Which operation.
     pub fn op(&self) -> Op {
         match self {
-            OpCase::Layer(_) => Op::Nvfp4Layer,
+            OpCase::Layer(case) => match case.options.format {
+                WeightFormat::Nvfp4 => Op::Nvfp4Layer,
+                WeightFormat::Mxfp4 => Op::Mxfp4Layer,
+            },
             OpCase::Swiglu { .. } => Op::Swiglu,
             OpCase::Exp { .. } => Op::Exp,
             OpCase::E4m3Encode { .. } => Op::E4m3Encode,
@@ -236,20 +260,18 @@ impl OpCase {
         match self {
             OpCase::Layer(case) => {
                 let LayerShape { hidden, intermediate, output, experts, top_k } = case.shape;
-                let LayerOptions { activation, order: Order::Seed { split }, limit } = case.options;
-                let limit = limit.map_or(String::new(), |limit| format!(", limit {limit}"));
+                let LayerOptions { activation, order: Order::Seed { split }, gating, .. } = case.options;
+                let biases = if case.b13.is_some() || case.b2.is_some() { ", biases" } else { "" };
                 format!(
                     "{} tokens, hidden {hidden}, intermediate {intermediate}, output {output}, {experts} experts, top-k {top_k}, \
-                     {}, split {}{limit}",
+                     {}, split {}{}{biases}",
                     case.tokens,
                     name_of(activation),
                     split.count(),
+                    describe_gating(gating),
                 )
             }
-            OpCase::Swiglu { gate, limit, .. } => {
-                let limit = limit.map_or(String::new(), |limit| format!(", limit {limit}"));
-                format!("{} elements{limit}", gate.len())
-            }
+            OpCase::Swiglu { gate, gating, .. } => format!("{} elements{}", gate.len(), describe_gating(*gating)),
             OpCase::Exp { x } | OpCase::E4m3Encode { x } => format!("{} elements", x.len()),
             OpCase::E4m3Decode { activation, codes } | OpCase::E2m1Decode { activation, codes } => {
                 format!("{} elements, {}", codes.len(), name_of(*activation))
@@ -267,15 +289,10 @@ impl OpCase {
                 case.view().check()?;
                 case.inputs().check(&case.shape, case.options.activation)
             }
-            OpCase::Swiglu { gate, up, limit } => {
+            OpCase::Swiglu { gate, up, gating } => {
                 check_len("up", up.len(), gate.len())?;
                 at_most("count", gate.len(), crate::plan::MAX_EXPERTS)?;
-                match limit {
-                    Some(limit) if limit.is_nan() || *limit <= 0.0 => {
-                        Err(Error::argument("limit", limit, "a positive number, or none"))
-                    }
-                    _ => Ok(()),
-                }
+                gating.check()
             }
             OpCase::Swizzle { rows, cols, scales } => {
                 at_most("rows", *rows, 1 << 20)?;
@@ -303,8 +320,8 @@ impl OpCase {
                 let result = case.run(Mode::Exact)?;
                 layer_output(result.out, case.shape.output, result.status)
             }
-            OpCase::Swiglu { gate, up, limit } => {
-                let h = |(&gate, &up)| match math::from_f32(Activation::Bf16, math::swiglu(gate, up, *limit)) {
+            OpCase::Swiglu { gate, up, gating } => {
+                let h = |(&gate, &up)| match math::from_f32(Activation::Bf16, math::gated(*gating, gate, up)) {
                     // What leaves a layer went through a sum, and a sum of zeros is +0.
                     0x8000 => 0,
                     bits => u32::from(bits),
@@ -338,8 +355,8 @@ impl OpCase {
                 let result = case.run_on(device)?;
                 Ok(layer_output(result.out, case.shape.output, result.status))
             }
-            OpCase::Swiglu { gate, up, limit } => {
-                let case = swiglu_layer(gate, up, *limit);
+            OpCase::Swiglu { gate, up, gating } => {
+                let case = swiglu_layer(gate, up, *gating);
                 let result = case.run_on(device)?;
                 Ok(Output::plain(Element::Bf16, result.out.into_iter().map(u32::from)))
             }
@@ -420,6 +437,15 @@ fn at_most(name: &'static str, value: usize, most: usize) -> Result<()> {
     if value <= most { Ok(()) } else { Err(Error::argument(name, value, format!("at most {most}"))) }
 }
 
+/// What is not the default, each after a comma.
+fn describe_gating(gating: Gating) -> String {
+    let limit = gating.limit().map_or(String::new(), |limit| format!(", limit {limit}"));
+    match gating {
+        Gating::Silu { .. } => limit,
+        Gating::SwigluOai { alpha, .. } => format!(", swiglu_oai with alpha {alpha}{limit}"),
+    }
+}
+
 /// `bf16` or `f16`.
 pub const fn name_of(activation: Activation) -> &'static str {
     match activation {
@@ -435,13 +461,13 @@ fn layer_output(out: Vec<u16>, columns: usize, status: Status) -> Output {
 /// A layer whose output is h of given gates and ups: element i is token i on expert i, the only code of each row is met by a 1
 /// and the global scales are the values themselves. A global scale must be finite: an infinity comes from a sum that overflows,
 /// a NaN from a block scale.
-fn swiglu_layer(gate: &[f32], up: &[f32], limit: Option<f32>) -> Case {
+fn swiglu_layer(gate: &[f32], up: &[f32], gating: Gating) -> Case {
     const GATE_K: usize = 0;
     const UP_K: usize = 1;
     let shape =
         LayerShape { hidden: NVFP4_BLOCK, intermediate: NVFP4_BLOCK, output: 1, experts: gate.len().max(1), top_k: 1 };
     let mut case = Case::blank(shape, gate.len());
-    case.options.limit = limit;
+    case.options.gating = gating;
     for (i, (&gate, &up)) in gate.iter().zip(up).enumerate() {
         case.set_id(i, 0, i as i32, 1.0);
         case.set_w2(i, 0, 0, 0x2);
@@ -474,32 +500,41 @@ pub struct DrawOptions {
     pub shape: LayerShape,
     /// Tokens of a layer; elements of other operations; rows of a swizzle.
     pub tokens: usize,
-    /// Arithmetic of a layer; the activation also selects the format of operands.
+    /// Arithmetic of a layer; the activation also selects the format of operands. The operation decides the weights' format.
     pub options: LayerOptions,
+    /// Whether a layer has biases.
+    pub biases: bool,
 }
 
 /// A case drawn from `seed`. Errors name the first size that is outside its limits.
 pub fn draw_op(op: Op, draw: &DrawOptions, seed: u64) -> Result<OpCase> {
-    let DrawOptions { family, shape, tokens, options } = draw;
+    let DrawOptions { family, shape, tokens, options, biases } = draw;
     let mut random = Random(seed);
     let activation = options.activation;
-    if op != Op::Nvfp4Layer {
+    if op.weights().is_none() {
         at_most("tokens", *tokens, 1 << 22)?;
     }
     let floats = |random: &mut Random, n: usize| -> Vec<f32> { (0..n).map(|_| draw_f32(*family, random)).collect() };
     let case = match op {
-        Op::Nvfp4Layer => {
-            crate::plan::check(shape, options)?;
+        Op::Nvfp4Layer | Op::Mxfp4Layer => {
+            let options = LayerOptions { format: op.weights().unwrap_or_default(), ..*options };
+            crate::plan::check(shape, &options)?;
             at_most("tokens", *tokens, crate::plan::MAX_PAIRS / shape.top_k)?;
             check_memory(shape, *tokens)?;
-            let mut case = draw::draw(*family, *shape, *tokens, seed);
-            case.options = *options;
+            let mut case = draw::draw_in(options.format, *family, *shape, *tokens, seed);
+            case.options = options;
+            if *biases {
+                case.add_biases(seed);
+            }
+            if activation == Activation::F16 {
+                case = case.fit_f16();
+            }
             OpCase::Layer(Box::new(case))
         }
         Op::Swiglu => {
             let gate = floats(&mut random, *tokens);
             let up = floats(&mut random, *tokens);
-            OpCase::Swiglu { gate, up, limit: options.limit }
+            OpCase::Swiglu { gate, up, gating: options.gating }
         }
         Op::Exp => OpCase::Exp { x: floats(&mut random, *tokens) },
         Op::E4m3Encode => OpCase::E4m3Encode { x: floats(&mut random, *tokens) },

@@ -88,7 +88,7 @@ fn e4m3_decode_body<T: Activation, A: Arch>(codes: In<u8>, y: Out<f32>, n: u32) 
     let i = element();
     if i < n as usize {
         let code = codes.load(i) as u16;
-        let pair = if i.is_multiple_of(2) { T::scales::<A>(code)[0] } else { T::scales::<A>(code << 8)[1] };
+        let pair = if i.is_multiple_of(2) { T::e4m3::<A>(code)[0] } else { T::e4m3::<A>(code << 8)[1] };
         y.store(i, T::widen(pair as u16));
     }
 }

@@ -1,16 +1,17 @@
-//! Number formats and the containers of quantised expert weights.
+//! Number formats and the containers of quantised expert weights, NVFP4 and MXFP4.
 //!
 //! Every type says which layout it holds: scales are either [`LinearScales`] or [`SwizzledScales`], and a per-tensor
 //! scale is a [`GlobalScale`] that carries its convention, so that neither can be taken for the other.
 
 pub mod e2m1;
 pub mod e4m3;
+pub mod e8m0;
 pub mod float16;
-pub mod nvfp4;
+pub mod fp4;
 pub mod quantize;
 pub mod scales;
 
-pub use nvfp4::{ExpertShape, ExpertTensors, GlobalScale, Nvfp4Buffers, Nvfp4Experts, Nvfp4Matrix};
+pub use fp4::{ExpertShape, ExpertTensors, Fp4Buffers, Fp4Experts, Fp4Matrix, GlobalScale};
 pub use scales::{LinearScales, SwizzledScales};
 
 /// Consecutive elements along k that share one NVFP4 block scale.

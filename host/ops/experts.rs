@@ -87,3 +87,36 @@ impl<T: Element> ExpertTable<T> {
         self.addresses.as_ref()
     }
 }
+
+/// The addresses of a table, whatever its experts are made of.
+#[derive(Clone, Copy, Debug)]
+pub struct Addresses<'a>(&'a Buffer<u64>);
+
+impl<'a, T> From<&'a ExpertTable<T>> for Addresses<'a> {
+    fn from(table: &'a ExpertTable<T>) -> Self {
+        Addresses(&table.addresses)
+    }
+}
+
+/// One address an expert, 0 where there is none.
+impl<'a> From<&'a Buffer<u64>> for Addresses<'a> {
+    fn from(addresses: &'a Buffer<u64>) -> Self {
+        Addresses(addresses)
+    }
+}
+
+impl<'a> Addresses<'a> {
+    /// As a kernel argument, null where there is no table. `Err` naming the table as `name` unless it has `experts` entries.
+    pub(crate) fn of(
+        table: Option<Self>,
+        name: &'static str,
+        device: &DeviceHandle,
+        experts: usize,
+    ) -> Result<DeviceRef<'a, u64>> {
+        let Some(Addresses(addresses)) = table else {
+            return Ok(DeviceRef::null());
+        };
+        addresses.check_exact(name, device, experts)?;
+        Ok(addresses.as_ref())
+    }
+}

@@ -5,6 +5,17 @@
 //! nothing and can be captured in a graph.
 
 mod experts;
+pub mod gate_topk;
 pub mod gemm;
+pub mod quant;
+pub mod router;
+mod rows;
+pub mod silu_mul;
+pub mod sort;
+pub mod topk;
+pub mod unpermute;
+pub mod worklist;
 
-pub use experts::ExpertTable;
+pub use experts::{Addresses, ExpertTable};
+pub use rows::Rows;
+use rows::{check_columns, check_rows};

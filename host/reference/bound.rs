@@ -1,10 +1,10 @@
 //! How far two ways of forming the same sums can be apart.
 
+use super::fp4::{Fp4View, LayerInputs, convert_x, for_all_rows, route_prep, steps, zeros};
 use super::math;
 use super::mma::LANES;
-use super::nvfp4::{LayerInputs, Nvfp4View, check_options, convert_x, for_all_rows, route_prep, steps, zeros};
 use crate::error::Result;
-use crate::{Activation, LayerOptions, LayerShape, Order};
+use crate::{Activation, Gating, LayerOptions, LayerShape, Order};
 
 /// Bound on the difference between a sum formed by the tensor cores and the same sum formed in f64 and rounded to f32.
 ///
@@ -54,9 +54,9 @@ impl Near {
 /// Bound on |a - b| for every element of the output [M, H], where a and b are results of any two of: the exact mode (in
 /// any split), the fast mode, and hardware whose sums stay within [`sum_bound`]. Infinite where values may leave the range
 /// of their format or are not finite to begin with. It is a worst case over all roundings, far above what is usual.
-pub fn layer_bound(view: &Nvfp4View<'_>, options: &LayerOptions, inputs: &LayerInputs<'_>) -> Result<Vec<f32>> {
+pub fn layer_bound(view: &Fp4View<'_>, options: &LayerOptions, inputs: &LayerInputs<'_>) -> Result<Vec<f32>> {
     view.check()?;
-    check_options(options)?;
+    view.check_with(options)?;
     let LayerShape { hidden, intermediate, output, experts, top_k } = view.shape;
     let format = options.activation;
     inputs.check(&view.shape, format)?;
@@ -72,11 +72,19 @@ pub fn layer_bound(view: &Nvfp4View<'_>, options: &LayerOptions, inputs: &LayerI
         for (w, x) in weights.iter().zip(values) {
             value += w * x.value;
             error += w.abs() * x.error;
-            magnitude += w.abs() * x.magnitude().max(smallest_normal);
+            let weight = if *w == 0.0 { 0.0 } else { w.abs().max(smallest_normal) };
+            magnitude += weight * x.magnitude().max(smallest_normal);
         }
-        Near { value, error: error + 2.0 * sum_bound(weights.len(), split, magnitude) }.rounded_f32()
+        // A sum may pass the range on its way and end inside it. Written so that NaN counts as beyond.
+        let error =
+            if magnitude < 3e38 { error + 2.0 * sum_bound(weights.len(), split, magnitude) } else { f64::INFINITY };
+        Near { value, error }.rounded_f32()
     };
     let scaled = |factor: f64, y: Near| Near { value: factor * y.value, error: factor.abs() * y.error }.rounded_f32();
+    let biased = |y: Near, bias: Option<f32>| match bias {
+        Some(bias) => Near { value: y.value + f64::from(bias), ..y }.rounded_f32(),
+        None => y,
+    };
 
     let mut h = zeros(Near::default(), &route, intermediate)?;
     for_all_rows(&route, intermediate, &mut h, |expert, first, pairs| {
@@ -89,18 +97,30 @@ pub fn layer_bound(view: &Nvfp4View<'_>, options: &LayerOptions, inputs: &LayerI
         });
         let element = |pair: &usize, lane: usize| {
             let x = || x[pair / top_k * hidden..][..hidden].iter().map(|&value| Near { value, error: 0.0 });
-            let mut up = scaled(alpha_up, dot(&rows[lane].0, &mut x(), split.count()));
-            let mut gate = scaled(alpha_gate, dot(&rows[lane].1, &mut x(), split.count()));
-            if let Some(limit) = options.limit.map(f64::from) {
+            let n = (first + lane).min(intermediate - 1);
+            let bias = |row: usize| view.b13.map(|b13| b13[expert * 2 * intermediate + row]);
+            let mut up = biased(scaled(alpha_up, dot(&rows[lane].0, &mut x(), split.count())), bias(n));
+            let mut gate =
+                biased(scaled(alpha_gate, dot(&rows[lane].1, &mut x(), split.count())), bias(intermediate + n));
+            if let Some(limit) = options.gating.limit().map(f64::from) {
                 // Clamping never takes two values further apart.
                 up.value = up.value.clamp(-limit, limit);
                 gate.value = gate.value.min(limit);
             }
-            let silu = gate.value / (1.0 + (-gate.value).exp());
-            // |silu'| < 1.1; where exp overflows, silu's own value is below 1e-36.
-            let silu = Near { value: silu, error: 1.1 * gate.error }.rounded(2f64.powi(-20), 1e-36, 3e38);
-            let error = silu.error * up.magnitude() + silu.value.abs() * up.error;
-            Near { value: silu.value * up.value, error }.rounded_f32().rounded_to(format)
+            // f(g) = g·sigmoid(factor·g) has a slope of at most 1.1 (with a factor of 0: 1/2).
+            // The product with the factor is rounded: 2^-24 of at most 104, in the exponent.
+            let (factor, up, relative) = match options.gating {
+                Gating::Silu { .. } => (1.0, up, 2f64.powi(-20)),
+                Gating::SwigluOai { alpha, .. } => {
+                    (f64::from(alpha), Near { value: up.value + 1.0, ..up }.rounded_f32(), 2f64.powi(-16))
+                }
+            };
+            let activated = gate.value / (1.0 + (-factor * gate.value).exp());
+            // Where exp overflows, f itself is below 1e-36 / factor.
+            let tiny = if factor.abs() < 1.0 { 1e-36 / factor.abs().max(1e-30) } else { 1e-36 };
+            let activated = Near { value: activated, error: 1.1 * gate.error }.rounded(relative, tiny, 3e38);
+            let error = activated.error * up.magnitude() + activated.value.abs() * up.error;
+            Near { value: activated.value * up.value, error }.rounded_f32().rounded_to(format)
         };
         pairs.iter().map(|pair| std::array::from_fn(|lane| element(pair, lane))).collect()
     });
@@ -110,8 +130,15 @@ pub fn layer_bound(view: &Nvfp4View<'_>, options: &LayerOptions, inputs: &LayerI
         let matrix = view.fc2(expert);
         let rows: [_; LANES] = std::array::from_fn(|lane| matrix.row(format, (first + lane).min(output - 1)));
         let element = |pair: usize, lane: usize| {
-            let scale = f64::from(math::canonical(view.alpha2[expert] * inputs.topk_w[pair]));
-            scaled(scale, dot(&rows[lane], &mut h[pair * intermediate..][..intermediate].iter().copied(), 1))
+            let y = dot(&rows[lane], &mut h[pair * intermediate..][..intermediate].iter().copied(), 1);
+            let (alpha, weight) = (view.alpha2[expert], inputs.topk_w[pair]);
+            match view.b2 {
+                Some(b2) => {
+                    let bias = b2[expert * output + (first + lane).min(output - 1)];
+                    scaled(f64::from(weight), biased(scaled(f64::from(alpha), y), Some(bias)))
+                }
+                None => scaled(f64::from(math::canonical(alpha * weight)), y),
+            }
         };
         pairs.iter().map(|&pair| std::array::from_fn(|lane| element(pair, lane))).collect()
     });

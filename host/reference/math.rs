@@ -1,6 +1,6 @@
 //! Scalar arithmetic of the layers, with every rounding written out. No operation here is ever fused.
 
-use crate::Activation;
+use crate::{Activation, Gating};
 
 /// The NaN of every f32 result.
 pub const NAN: f32 = f32::from_bits(super::mma::NAN);
@@ -106,13 +106,16 @@ pub fn max(a: f32, b: f32) -> f32 {
     if a.is_nan() || b.is_nan() { NAN } else { a.max(b) }
 }
 
-/// Clamped SwiGLU: silu(min(gate, limit)) · clamp(up, ±limit). The gate is clamped from above only.
-pub fn swiglu(gate: f32, up: f32, limit: Option<f32>) -> f32 {
-    let (gate, up) = match limit {
+/// Gate and up clamped, the gate from above only, and joined: silu(g)·u or (u + 1)·(g·sigmoid(alpha·g)), left to right.
+pub fn gated(gating: Gating, gate: f32, up: f32) -> f32 {
+    let (gate, up) = match gating.limit() {
         Some(limit) => (min(gate, limit), min(max(up, -limit), limit)),
         None => (gate, up),
     };
-    canonical(silu(gate) * up)
+    canonical(match gating {
+        Gating::Silu { .. } => silu(gate) * up,
+        Gating::SwigluOai { alpha, .. } => (up + 1.0) * (gate * sigmoid(alpha * gate)),
+    })
 }
 
 /// f32 to bf16 or f16 bits, nearest even. Every NaN becomes 0x7FFF.
@@ -143,6 +146,15 @@ pub fn e4m3(code: u8) -> f32 {
         _ => (8.0 + mantissa) * power_of_two(field - 10),
     };
     if code & 0x80 == 0 { magnitude } else { -magnitude }
+}
+
+/// Value of an e8m0 byte: 2^(byte - 127), NaN for 0xFF.
+pub fn e8m0(byte: u8) -> f32 {
+    match byte {
+        0xff => NAN,
+        // The least exponent is below f32's normal numbers.
+        _ => power_of_two((i32::from(byte) - 127).max(-126)) * if byte == 0 { 0.5 } else { 1.0 },
+    }
 }
 
 /// Value of an e2m1 code (the low four bits): 0, 0.5, 1, 1.5, 2, 3, 4, 6, then their negatives.

@@ -5,11 +5,11 @@
 //! its tensor cores in [`mma`]. [`Mode::Fast`] sums plainly in f64 and comes with a bound, [`layer_bound`].
 
 mod bound;
+mod fp4;
 mod gate_topk;
 mod gemm;
 pub mod math;
 pub mod mma;
-mod nvfp4;
 mod quant;
 mod router;
 mod silu_mul;
@@ -19,9 +19,9 @@ mod unpermute;
 mod worklist;
 
 pub use bound::{layer_bound, sum_bound};
+pub use fp4::*;
 pub use gate_topk::*;
 pub use gemm::*;
-pub use nvfp4::*;
 pub use quant::*;
 pub use router::*;
 pub use silu_mul::*;

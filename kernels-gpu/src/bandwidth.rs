@@ -11,6 +11,13 @@ pub const THREADS: u32 = 256;
 /// Bytes that one block of `read` or `copy` handles: four 16-byte accesses a thread.
 pub const BLOCK_BYTES: usize = THREADS as usize * 64;
 
+/// Noise of all bytes.
+pub const ANY: u32 = 0;
+/// Noise of e4m3 bytes 0x08 to 0x47, from 2^-6 to just below 2^2, as block scales have.
+pub const E4M3_SCALES: u32 = 1;
+/// Noise of e8m0 bytes from 2^-11 to 2^-4.
+pub const E8M0_SCALES: u32 = 2;
+
 kernels! {
     /// Reads whole blocks of [`BLOCK_BYTES`] and keeps nothing.
     pub mod read(
@@ -42,8 +49,8 @@ kernels! {
         words: u64,
         /// Which noise.
         seed: u32,
-        /// 0: all codes. 1: e4m3 bytes from 2^-6 to just below 2^2, as block scales have.
-        scales: u32,
+        /// [`ANY`], [`E4M3_SCALES`] or [`E8M0_SCALES`].
+        bytes_are: u32,
     );
     fill_noise[THREADS, 4] = |_A| fill_body;
 }
@@ -118,15 +125,17 @@ fn mix(mut x: u32) -> u32 {
 }
 
 #[inline(always)]
-fn fill_body(to: Out<u32>, words: u64, seed: u32, scales: u32) {
+fn fill_body(to: Out<u32>, words: u64, seed: u32, bytes_are: u32) {
     let step = grid_dim() as u64 * block_dim() as u64;
     let mut at = block_idx() as u64 * block_dim() as u64 + thread_idx() as u64;
     while at * 4 < words {
         let high = mix(seed ^ (at >> 30) as u32);
         let mut v = [0, 1, 2, 3].map(|i| mix(high ^ (at as u32).wrapping_mul(4).wrapping_add(i)));
-        if scales != 0 {
-            // Each byte in 0x08 to 0x47: no byte sum carries.
+        // No byte sum carries.
+        if bytes_are == E4M3_SCALES {
             v = v.map(|word| (word & 0x3F3F_3F3F) + 0x0808_0808);
+        } else if bytes_are == E8M0_SCALES {
+            v = v.map(|word| (word & 0x0707_0707) + 0x7474_7474);
         }
         to.store_v4(at as usize * 4, v);
         at += step;

@@ -1,11 +1,12 @@
-//! Gate and up projections with SwiGLU: h = silu(min(alpha·gate, limit)) · clamp(alpha·up, ±limit).
+//! Gate and up projections and what joins them. With g = min(alpha·gate + bias, limit) and u = clamp(alpha·up + bias, ±limit):
+//! h = (g / (1 + exp(-g))) · u ([`SILU`]) or h = (u + 1) · (g · (1 / (1 + exp(-(factor·g))))) ([`SWIGLU_OAI`]).
 //!
 //! A unit of work is one entry (up to eight pairs of one expert) times eight intermediate columns: a tile of eight rows of up and
 //! the same eight rows of gate, so that both halves of an output sit in one lane. The `SPLIT` warps of a block share a unit along
 //! k: warp i takes the 256-k segments floor(i·n/SPLIT) to floor((i+1)·n/SPLIT) of n. The partial sums are added in the order
 //! ((p0 + p1) + p2) + … . Blocks are persistent: block b takes units b, b + grid, … .
 
-use crate::dequant::Activation;
+use crate::dequant::{Activation, Format, Mxfp4, Nvfp4};
 use crate::layout::permute::{position, row_stride};
 use crate::layout::tile::tile_row;
 use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS, SLOT_WORDS};
@@ -30,9 +31,14 @@ pub const UNIT_COLUMNS: u32 = ROWS / 2;
 const WARPS_PER_SM: u32 = 16;
 
 /// Bytes of shared memory of a block: the rings, and two sets of partial sums.
-pub const fn shared_bytes(split: u32) -> u32 {
-    split * Ring::<STAGES>::BYTES + 2 * split * PARTIAL_BYTES
+pub const fn shared_bytes<F: Format>(split: u32) -> u32 {
+    split * Ring::<F, STAGES>::BYTES + 2 * split * PARTIAL_BYTES
 }
+
+/// Joins gate and up by silu(g)·u.
+pub const SILU: u32 = 0;
+/// Joins gate and up as gpt-oss does: (u + 1)·(g·sigmoid(factor·g)).
+pub const SWIGLU_OAI: u32 = 1;
 
 /// A warp's partial sums: 16 rows by 8 columns of f32.
 const PARTIAL_BYTES: u32 = 32 * 16;
@@ -52,6 +58,8 @@ kernels! {
         w13: In<u8>,
         /// [E, …] swizzled scales of w13.
         s13: In<u8>,
+        /// [E, 2·intermediate] biases in the order of the rows of w13, or null.
+        b13: In<f32>,
         /// [M·top_k, row_stride(intermediate)] result in tensor-core order.
         h: Out<u16>,
         /// `[1]` status bits.
@@ -60,32 +68,47 @@ kernels! {
         hidden: u32,
         /// Intermediate size I.
         intermediate: u32,
-        /// SwiGLU clamp; infinite for none.
+        /// [`SILU`] or [`SWIGLU_OAI`].
+        gating: u32,
+        /// Factor inside the sigmoid: 1 for [`SILU`].
+        factor: f32,
+        /// Clamp of gate and up; infinite for none.
         limit: f32,
     );
-    fc1_seed_bf16_split1[32, WARPS_PER_SM] = |A| body::<Bf16, A, 1>;
-    fc1_seed_bf16_split2[64, WARPS_PER_SM / 2] = |A| body::<Bf16, A, 2>;
-    fc1_seed_bf16_split4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, A, 4>;
-    fc1_seed_bf16_split8[256, WARPS_PER_SM / 8] = |A| body::<Bf16, A, 8>;
-    fc1_seed_f16_split1[32, WARPS_PER_SM] = |A| body::<F16, A, 1>;
-    fc1_seed_f16_split2[64, WARPS_PER_SM / 2] = |A| body::<F16, A, 2>;
-    fc1_seed_f16_split4[128, WARPS_PER_SM / 4] = |A| body::<F16, A, 4>;
-    fc1_seed_f16_split8[256, WARPS_PER_SM / 8] = |A| body::<F16, A, 8>;
+    fc1_seed_bf16_split1[32, WARPS_PER_SM] = |A| body::<Bf16, Nvfp4, A, 1>;
+    fc1_seed_bf16_split2[64, WARPS_PER_SM / 2] = |A| body::<Bf16, Nvfp4, A, 2>;
+    fc1_seed_bf16_split4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, A, 4>;
+    fc1_seed_bf16_split8[256, WARPS_PER_SM / 8] = |A| body::<Bf16, Nvfp4, A, 8>;
+    fc1_seed_f16_split1[32, WARPS_PER_SM] = |A| body::<F16, Nvfp4, A, 1>;
+    fc1_seed_f16_split2[64, WARPS_PER_SM / 2] = |A| body::<F16, Nvfp4, A, 2>;
+    fc1_seed_f16_split4[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, A, 4>;
+    fc1_seed_f16_split8[256, WARPS_PER_SM / 8] = |A| body::<F16, Nvfp4, A, 8>;
+    fc1_seed_mxfp4_bf16_split1[32, WARPS_PER_SM] = |A| body::<Bf16, Mxfp4, A, 1>;
+    fc1_seed_mxfp4_bf16_split2[64, WARPS_PER_SM / 2] = |A| body::<Bf16, Mxfp4, A, 2>;
+    fc1_seed_mxfp4_bf16_split4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, A, 4>;
+    fc1_seed_mxfp4_bf16_split8[256, WARPS_PER_SM / 8] = |A| body::<Bf16, Mxfp4, A, 8>;
+    fc1_seed_mxfp4_f16_split1[32, WARPS_PER_SM] = |A| body::<F16, Mxfp4, A, 1>;
+    fc1_seed_mxfp4_f16_split2[64, WARPS_PER_SM / 2] = |A| body::<F16, Mxfp4, A, 2>;
+    fc1_seed_mxfp4_f16_split4[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, A, 4>;
+    fc1_seed_mxfp4_f16_split8[256, WARPS_PER_SM / 8] = |A| body::<F16, Mxfp4, A, 8>;
 }
 
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
-fn body<T: Activation, A: Arch, const SPLIT: u32>(
+fn body<T: Activation, F: Format, A: Arch, const SPLIT: u32>(
     entry_count: In<u32>,
     entries: In<u32>,
     slots: In<u32>,
     x: In<u16>,
     w13: In<u8>,
     s13: In<u8>,
+    b13: In<f32>,
     h: Out<u16>,
     status: Out<u32>,
     hidden: u32,
     intermediate: u32,
+    gating: u32,
+    factor: f32,
     limit: f32,
 ) {
     let weights = Weights { codes: w13, scales: s13, rows: 2 * intermediate, k: hidden };
@@ -99,11 +122,12 @@ fn body<T: Activation, A: Arch, const SPLIT: u32>(
         if r < UNIT_COLUMNS { column } else { intermediate + column }
     };
 
-    let ring = Ring::new(weights, warp() * Ring::<STAGES>::BYTES);
-    let mut feed = Feed::<STAGES>::start(ring, schedule, first, entries, (begin, end), row_of);
+    let ring = Ring::new(weights, warp() * Ring::<F, STAGES>::BYTES);
+    let mut feed = Feed::<F, STAGES>::start(ring, schedule, first, entries, (begin, end), row_of);
 
     let (g, t) = (lane() / 4, lane() % 4);
-    let stride = row_stride(hidden as usize);
+    // 32 bits: one register instead of two through the loop.
+    let (stride, h_stride) = (row_stride(hidden as usize) as u32, row_stride(intermediate as usize) as u32);
     let token_of = |unit: Unit| slots.load(((unit.entry * ENTRY_SLOTS + g) * SLOT_WORDS + 1) as usize);
     let mut unit = first;
     let mut token = if schedule.has(unit) { token_of(unit) } else { 0 };
@@ -111,7 +135,7 @@ fn body<T: Activation, A: Arch, const SPLIT: u32>(
     let mut overflow = false;
     while schedule.has(unit) {
         let next = schedule.next(unit);
-        let row = token as usize * stride + t as usize * 32;
+        let row = token as usize * stride as usize + t as usize * 32;
         if schedule.has(next) {
             token = token_of(next);
         }
@@ -121,14 +145,14 @@ fn body<T: Activation, A: Arch, const SPLIT: u32>(
             let at = row + (segment * SEGMENT) as usize;
             let columns = [columns(x, at), columns(x, at + SEGMENT as usize / 2)];
             let stage = feed.take::<{ STAGES - 1 }>(row_of);
-            sum = multiply::<T, A>(stage.codes[0], stage.scales[0], columns[0], sum);
-            sum = multiply::<T, A>(stage.codes[1], stage.scales[1], columns[1], sum);
+            sum = multiply::<T, F, A>(stage.codes[0], stage.scales[0], columns[0], sum);
+            sum = multiply::<T, F, A>(stage.codes[1], stage.scales[1], columns[1], sum);
             segment += 1;
         }
 
         // Two sets of partial sums and a reducing warp that moves on: one barrier a unit.
         let partials = Shared::<f32>::at(
-            SPLIT * Ring::<STAGES>::BYTES + turn % 2 * SPLIT * PARTIAL_BYTES,
+            SPLIT * Ring::<F, STAGES>::BYTES + turn % 2 * SPLIT * PARTIAL_BYTES,
             SPLIT * PARTIAL_BYTES / 4,
         );
         if SPLIT > 1 {
@@ -146,16 +170,24 @@ fn body<T: Activation, A: Arch, const SPLIT: u32>(
                 }
             }
             let entry = unit.entry;
-            let [_, count, up, gate] = entries.load_v4((entry * RECORD_WORDS) as usize);
-            let column = position(row_of(unit, g) as usize);
+            let [expert, count, up, gate] = entries.load_v4((entry * RECORD_WORDS) as usize);
+            let row = row_of(unit, g);
+            let column = position(row as usize);
+            let (up, gate) = (f32::from_bits(up), f32::from_bits(gate));
+            sum = [up * sum[0], up * sum[1], gate * sum[2], gate * sum[3]];
+            if !b13.is_null() {
+                let at = (2 * expert) as usize * intermediate as usize + row as usize;
+                let (up, gate) = (b13.load(at), b13.load(at + intermediate as usize));
+                sum = [sum[0] + up, sum[1] + up, sum[2] + gate, sum[3] + gate];
+            }
             macro_rules! finish {
                 ($up:expr, $gate:expr, $slot:expr) => {
                     if $slot < count {
-                        let pair = slots.load(((entry * ENTRY_SLOTS + $slot) * SLOT_WORDS) as usize) as usize;
-                        let value = swiglu(f32::from_bits(up) * $up, f32::from_bits(gate) * $gate, limit);
+                        let pair = slots.load(((entry * ENTRY_SLOTS + $slot) * SLOT_WORDS) as usize);
+                        let value = join($up, $gate, gating, factor, limit);
                         let bits = T::round(value);
                         overflow |= !T::BF16 && value.abs() < f32::INFINITY && bits & 0x7FFF == 0x7C00;
-                        h.store(pair * row_stride(intermediate as usize) + column, bits);
+                        h.store(pair as usize * h_stride as usize + column, bits);
                     }
                 };
             }
@@ -170,10 +202,13 @@ fn body<T: Activation, A: Arch, const SPLIT: u32>(
     }
 }
 
-/// silu(min(gate, limit)) · clamp(up, ±limit), left to right, NaN kept.
+/// h before its rounding, left to right, NaN kept.
 #[inline(always)]
-fn swiglu(up: f32, gate: f32, limit: f32) -> f32 {
+fn join(up: f32, gate: f32, gating: u32, factor: f32, limit: f32) -> f32 {
     let gate = min_nan(gate, limit);
     let up = min_nan(max_nan(up, -limit), limit);
-    gate / (1.0 + exp(-gate)) * up
+    let oai = gating == SWIGLU_OAI;
+    // One exp and one division for both: a product with 1 changes nothing.
+    let quotient = if oai { 1.0 } else { gate } / (1.0 + exp(-(factor * gate)));
+    if oai { (up + 1.0) * (gate * quotient) } else { quotient * up }
 }

@@ -1,9 +1,9 @@
-//! Down projection: `y[pair] = (alpha2 · weight) · (w2 · h[pair])`.
+//! Down projection: `y[pair] = (alpha2 · weight) · (w2 · h[pair])`, with biases `(alpha2 · (w2 · h[pair]) + bias) · weight`.
 //!
 //! A unit of work is one entry times a tile of 16 output rows, done by one warp with one accumulator over all of I. Warps are
 //! persistent and independent; how many share a block has no influence on the bits.
 
-use crate::dequant::Activation;
+use crate::dequant::{Activation, Format, Mxfp4, Nvfp4};
 use crate::layout::permute::row_stride;
 use crate::layout::tile::tile_row;
 use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS, SLOT_WORDS};
@@ -22,8 +22,8 @@ pub const STAGES: u32 = 3;
 const WARPS_PER_SM: u32 = 16;
 
 /// Bytes of shared memory of a block of `warps` warps.
-pub const fn shared_bytes(warps: u32) -> u32 {
-    warps * Ring::<STAGES>::BYTES
+pub const fn shared_bytes<F: Format>(warps: u32) -> u32 {
+    warps * Ring::<F, STAGES>::BYTES
 }
 
 kernels! {
@@ -41,6 +41,8 @@ kernels! {
         w2: In<u8>,
         /// [E, …] swizzled scales of w2.
         s2: In<u8>,
+        /// [E, output] biases, or null.
+        b2: In<f32>,
         /// [M·top_k, output] weighted results.
         y: Out<f32>,
         /// Intermediate size I.
@@ -48,25 +50,28 @@ kernels! {
         /// Output width H.
         output: u32,
     );
-    fc2_seed_bf16_warps1[32, WARPS_PER_SM] = |A| body::<Bf16, A, 1>;
-    fc2_seed_bf16_warps2[64, WARPS_PER_SM / 2] = |A| body::<Bf16, A, 2>;
-    fc2_seed_bf16_warps4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, A, 4>;
-    fc2_seed_bf16_warps8[256, WARPS_PER_SM / 8] = |A| body::<Bf16, A, 8>;
-    fc2_seed_f16_warps1[32, WARPS_PER_SM] = |A| body::<F16, A, 1>;
-    fc2_seed_f16_warps2[64, WARPS_PER_SM / 2] = |A| body::<F16, A, 2>;
-    fc2_seed_f16_warps4[128, WARPS_PER_SM / 4] = |A| body::<F16, A, 4>;
-    fc2_seed_f16_warps8[256, WARPS_PER_SM / 8] = |A| body::<F16, A, 8>;
+    fc2_seed_bf16_warps1[32, WARPS_PER_SM] = |A| body::<Bf16, Nvfp4, A, 1>;
+    fc2_seed_bf16_warps2[64, WARPS_PER_SM / 2] = |A| body::<Bf16, Nvfp4, A, 2>;
+    fc2_seed_bf16_warps4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, A, 4>;
+    fc2_seed_bf16_warps8[256, WARPS_PER_SM / 8] = |A| body::<Bf16, Nvfp4, A, 8>;
+    fc2_seed_f16_warps1[32, WARPS_PER_SM] = |A| body::<F16, Nvfp4, A, 1>;
+    fc2_seed_f16_warps2[64, WARPS_PER_SM / 2] = |A| body::<F16, Nvfp4, A, 2>;
+    fc2_seed_f16_warps4[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, A, 4>;
+    fc2_seed_f16_warps8[256, WARPS_PER_SM / 8] = |A| body::<F16, Nvfp4, A, 8>;
+    fc2_seed_mxfp4_bf16_warps4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, A, 4>;
+    fc2_seed_mxfp4_f16_warps4[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, A, 4>;
 }
 
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
-fn body<T: Activation, A: Arch, const WARPS: u32>(
+fn body<T: Activation, F: Format, A: Arch, const WARPS: u32>(
     entry_count: In<u32>,
     entries: In<u32>,
     slots: In<u32>,
     h: In<u16>,
     w2: In<u8>,
     s2: In<u8>,
+    b2: In<f32>,
     y: Out<f32>,
     intermediate: u32,
     output: u32,
@@ -80,18 +85,18 @@ fn body<T: Activation, A: Arch, const WARPS: u32>(
     // Rows past the end are copied from the last row and never stored.
     let source_row = |unit: Unit, r: u32| row_of(unit, r).min(output - 1);
 
-    let ring = Ring::new(weights, warp() * Ring::<STAGES>::BYTES);
-    let mut feed = Feed::<STAGES>::start(ring, schedule, first, entries, (0, segments), source_row);
+    let ring = Ring::new(weights, warp() * Ring::<F, STAGES>::BYTES);
+    let mut feed = Feed::<F, STAGES>::start(ring, schedule, first, entries, (0, segments), source_row);
 
     let (g, t) = (lane() / 4, lane() % 4);
-    let stride = row_stride(intermediate as usize);
+    let stride = row_stride(intermediate as usize) as u32;
     // Slots without a pair read another of the same expert; their columns are never stored.
     let pair_of = |unit: Unit| slots.load(((unit.entry * ENTRY_SLOTS + g) * SLOT_WORDS + 3) as usize);
     let mut unit = first;
     let mut pair = if schedule.has(unit) { pair_of(unit) } else { 0 };
     while schedule.has(unit) {
         let next = schedule.next(unit);
-        let row = pair as usize * stride + t as usize * 32;
+        let row = pair as usize * stride as usize + t as usize * 32;
         if schedule.has(next) {
             pair = pair_of(next);
         }
@@ -101,24 +106,33 @@ fn body<T: Activation, A: Arch, const WARPS: u32>(
             let at = row + (segment * SEGMENT) as usize;
             let columns = [columns(h, at), columns(h, at + SEGMENT as usize / 2)];
             let stage = feed.take::<{ STAGES - 1 }>(source_row);
-            sum = multiply::<T, A>(stage.codes[0], stage.scales[0], columns[0], sum);
-            sum = multiply::<T, A>(stage.codes[1], stage.scales[1], columns[1], sum);
+            sum = multiply::<T, F, A>(stage.codes[0], stage.scales[0], columns[0], sum);
+            sum = multiply::<T, F, A>(stage.codes[1], stage.scales[1], columns[1], sum);
             segment += 1;
         }
 
-        let alpha = f32::from_bits(entries.load((unit.entry * RECORD_WORDS + 4) as usize));
+        let record = (unit.entry * RECORD_WORDS) as usize;
+        let alpha = f32::from_bits(entries.load(record + 4));
         let (upper, lower) = (row_of(unit, g), row_of(unit, g + 8));
+        let scaled = |sum: f32, weight: f32, row: u32| {
+            if b2.is_null() {
+                alpha * weight * sum
+            } else {
+                let bias = b2.load(entries.load(record) as usize * output as usize + row as usize);
+                (alpha * sum + bias) * weight
+            }
+        };
         macro_rules! finish {
             ($upper:expr, $lower:expr, $slot:expr) => {
                 let [pair, _, weight, _] = slots.load_v4(((unit.entry * ENTRY_SLOTS + $slot) * SLOT_WORDS) as usize);
                 if pair != u32::MAX {
-                    let scale = alpha * f32::from_bits(weight);
+                    let weight = f32::from_bits(weight);
                     let to = pair as usize * output as usize;
                     if upper < output {
-                        y.store(to + upper as usize, scale * $upper);
+                        y.store(to + upper as usize, scaled($upper, weight, upper));
                     }
                     if lower < output {
-                        y.store(to + lower as usize, scale * $lower);
+                        y.store(to + lower as usize, scaled($lower, weight, lower));
                     }
                 }
             };

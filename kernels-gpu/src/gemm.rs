@@ -36,7 +36,7 @@ pub type Pm4 = Tile<4, 2, 2, 2, 6>;
 /// Tile of `moe_w8a8_grouped_gemm_e4m3_gu`.
 pub type GateUp = Tile<2, 4, 4, 2, 6>;
 /// Tile of `moe_w8a8_grouped_gemm_e4m3_dn`.
-pub type Down = Tile<2, 2, 4, 2, 6>;
+pub type Down = Tile<2, 2, 4, 2, 4>;
 /// Tile of `moe_fp8_grouped_gemm`.
 pub type Fp8 = Tile<2, 4, 4, 2, 6>;
 /// Tile of `moe_bf16_grouped_gemm`.
@@ -529,8 +529,10 @@ fn run<A: Arch, L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, co
             pair += 1;
         }
         // Rows of an expert that is not resident are left as they are.
-        let there = problem.is_resident(item.expert);
-        epilogue(if FOLD == 0 { inner } else { outer }, Item { rows: if there { item.rows } else { 0 }, ..item });
+        let item = Item { rows: if problem.is_resident(item.expert) { item.rows } else { 0 }, ..item };
+        // Rows without activations count as zeros.
+        let is_missing = |row| row < item.rows && problem.source_row(item.first + row).is_none();
+        epilogue(T::clear(if FOLD == 0 { inner } else { outer }, is_missing), item);
     }
     copy::wait::<0>();
 }

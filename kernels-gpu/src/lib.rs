@@ -3,10 +3,13 @@
 //! | file | operation | kernels |
 //! |---|---|---|
 //! | [`route_prep`] | routing table from top-k ids, activations into tensor-core order | one per pair of input and activation type |
-//! | [`fc1`] | gate and up projections with SwiGLU | activation x K split |
-//! | [`fc2`] | down projection, one row of partial results a pair | activation x warps a block |
+//! | [`fc1`] | gate and up projections, joined | weights x activation x K split |
+//! | [`fc2`] | down projection, one row of partial results a pair | weights x activation x warps a block |
 //! | [`gemm`] | grouped GEMMs over tables of weights: FP8 and BF16 experts | activation x weights x tile |
 //! | [`combine`] | sum over a token's experts | one |
+//! | [`router`] | router projection, f32 or strictly ordered | by the tile of a block |
+//! | [`gate_topk`] | NVFP4 router, with or without the choice of experts | fused, and logits alone |
+//! | [`topk`] | experts and weights of a token from its logits; weights on inputs | by the number of experts |
 //! | [`sort`] | rows by expert, from top-k ids | count and place |
 //! | [`worklist`] | tiles of a grouped GEMM | two item formats |
 //! | [`quant`] | bf16 to e4m3 with a scale per 128 | any columns, or whole vectors |
@@ -23,15 +26,18 @@ pub mod combine;
 pub mod dequant;
 pub mod fc1;
 pub mod fc2;
+pub mod gate_topk;
 pub mod gemm;
 pub mod layout;
 pub mod quant;
 pub mod route_prep;
+pub mod router;
 pub mod schedule;
 pub mod silu_mul;
 pub mod sort;
 pub mod stream;
 pub mod tensor;
+pub mod topk;
 pub mod unpermute;
 pub mod worklist;
 

@@ -12,7 +12,7 @@ use cuda_std::cvt::{bf16_to_f32, f32x2_to_e4m3x2};
 use cuda_std::kernels;
 use cuda_std::math::fma;
 use cuda_std::memory::{In, Out};
-use cuda_std::thread::{block_idx, grid_dim, lane, thread_idx};
+use cuda_std::thread::{block_dim, block_idx, grid_dim, lane, thread_idx};
 use cuda_std::warp as lanes;
 
 /// Threads of a block.
@@ -23,7 +23,7 @@ pub const GROUP: u32 = 128;
 pub const COLUMNS: u32 = 8;
 /// Lanes of a group.
 pub const LANES: u32 = GROUP / COLUMNS;
-/// Groups of a lane that are under way at the same time.
+/// Groups of a lane that are under way at the same time, in whole vectors.
 pub const IN_FLIGHT: u32 = 4;
 
 kernels! {
@@ -44,8 +44,8 @@ kernels! {
         /// Number of columns.
         cols: u32,
     );
-    per_token_group_quant_fp8_vector[THREADS, 4] = |A| body::<true, A>;
-    per_token_group_quant_fp8_any[THREADS, 4] = |A| body::<false, A>;
+    per_token_group_quant_fp8_vector[THREADS, 4] = |A| body::<true, { IN_FLIGHT as usize }, A>;
+    per_token_group_quant_fp8_any[THREADS, 4] = |A| body::<false, 2, A>;
 }
 
 /// Whether rows of `cols` columns can be read and written in whole vectors: then the kernels named `vector` may be used.
@@ -87,8 +87,8 @@ impl Place {
     #[inline(always)]
     pub fn first(cols: u32) -> Self {
         let groups = NonZeroU32::new(cols.div_ceil(GROUP)).unwrap_or(NonZeroU32::MIN);
-        let unit = block_idx() * (THREADS / LANES) + thread_idx() / LANES;
-        Place { row: unit / groups, group: unit % groups, groups, step: grid_dim() * (THREADS / LANES) }
+        let unit = block_idx() * (block_dim() / LANES) + thread_idx() / LANES;
+        Place { row: unit / groups, group: unit % groups, groups, step: grid_dim() * (block_dim() / LANES) }
     }
 
     /// This place, which it leaves for the next.
@@ -120,7 +120,11 @@ impl Place {
         rows: u32,
         cols: u32,
     ) {
-        let values = words.map(|word| [bf16_to_f32(word as u16), f32::from_bits(word & 0xFFFF_0000)]);
+        // Negated, as `Scale::divide` wants them.
+        let values = words.map(|word| {
+            let word = word ^ 0x8000_8000;
+            [bf16_to_f32(word as u16), f32::from_bits(word & 0xFFFF_0000)]
+        });
         // f32::max drops a NaN.
         let largest = values.map(|[low, high]| low.abs().max(high.abs()));
         let mut amax = 0.0f32.max(largest[0]).max(largest[1]).max(largest[2]).max(largest[3]);
@@ -131,21 +135,20 @@ impl Place {
         }
         let scale = Scale::of(amax);
         let pairs = values.map(|[low, high]| f32x2_to_e4m3x2::<A>(scale.divide(low), scale.divide(high)) as u32);
-        if self.row >= rows {
-            return;
-        }
-        if lane() % LANES == 0 {
+        // Conditions at the stores: a branch around them would be taken by half a warp.
+        let inside = self.row < rows;
+        if inside && lane().is_multiple_of(LANES) {
             scales.store(self.row as usize * self.groups.get() as usize + self.group as usize, scale.value);
         }
         let column = self.column();
         let to = self.row as usize * cols as usize + column as usize;
         if VECTOR {
-            if column < cols {
+            if inside && column < cols {
                 codes.store_v2(to, [pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16]);
             }
         } else {
             let put = |i: u32, code: u32| {
-                if column + i < cols {
+                if inside && column + i < cols {
                     codes.store(to + i as usize, code as u8);
                 }
             };
@@ -165,36 +168,45 @@ impl Place {
 #[derive(Clone, Copy)]
 struct Scale {
     value: f32,
-    reciprocal: f32,
+    negated_reciprocal: f32,
     divisor: f32,
 }
 
 impl Scale {
+    /// amax / 448, at least 1e-12.
+    ///
+    /// 1/448 is the sum of two f32 within 2^-56, so the fused sum is the correctly rounded quotient: sevenths lie no nearer to the
+    /// middle between two f32 than 1/14 of their distance. Both parts are positive, which keeps an infinity.
     #[inline(always)]
     fn of(amax: f32) -> Self {
-        let quotient = amax / 448.0;
-        let value = if quotient < 1e-12 { 1e-12 } else { quotient };
+        const HIGH: f32 = f32::from_bits(0x3B12_4924);
+        const LOW: f32 = ((1.0 - 448.0 * HIGH as f64) / 448.0) as f32;
+        const { assert!(LOW > 0.0 && LOW < 2e-10) };
+        // Negative throughout: 1/x costs less than -1/x.
+        let quotient = fma(amax, -HIGH, amax * -LOW);
+        let negated = if quotient > -1e-12 { -1e-12 } else { quotient };
         // With an infinite scale the reciprocal is 0, and the correction below must not meet 0·inf.
-        Scale { value, reciprocal: 1.0 / value, divisor: if value == f32::INFINITY { 1.0 } else { value } }
+        let divisor = if negated == f32::NEG_INFINITY { 1.0 } else { -negated };
+        Scale { value: -negated, negated_reciprocal: 1.0 / negated, divisor }
     }
 
-    /// A value with the e4m3 code of a / scale, in three instructions: the product with the reciprocal, corrected once by its
-    /// exact remainder.
+    /// A value with the e4m3 code of a / scale, from -a, in three instructions: the product with the reciprocal, corrected once by
+    /// its remainder.
     ///
     /// That the code is the same is a finite statement. A scale is (bf16 magnitude) / 448 or 1e-12, so it has one of 129
-    /// significands; a has one of 128. Nothing below is subnormal or overflows where a is at least 2^-10 scales, hence all
-    /// operations commute with powers of two, and only the exponent difference remains, 0 to 20: below, every code is ±0. The
-    /// tests go through all combinations. Signs: a zero keeps its own, since the remainder of ±0 is +0 and enters negated.
+    /// significands; a has one of 128. Nothing here is subnormal or overflows where a is at least 2^-10 scales, hence all
+    /// operations commute with powers of two, and only the exponents' difference remains, of which 20 values matter: below,
+    /// every code is ±0. The tests go through all combinations. A zero keeps its sign, since its remainder is +0 and enters negated.
     #[inline(always)]
-    fn divide(self, a: f32) -> f32 {
-        let product = a * self.reciprocal;
-        let excess = fma(product, self.divisor, -a);
-        fma(-excess, self.reciprocal, product)
+    fn divide(self, negated: f32) -> f32 {
+        let product = negated * self.negated_reciprocal;
+        let excess = fma(product, self.divisor, negated);
+        fma(excess, self.negated_reciprocal, product)
     }
 }
 
 #[inline(always)]
-fn body<const VECTOR: bool, A: Arch>(
+fn body<const VECTOR: bool, const MANY: usize, A: Arch>(
     x: In<u16>,
     offset: u64,
     stride: u64,
@@ -207,10 +219,10 @@ fn body<const VECTOR: bool, A: Arch>(
     let mut next = Place::first(cols);
     // The lanes of a warp stay together: shuffles.
     while lanes::any(next.row < rows) {
-        let places = [0; IN_FLIGHT as usize].map(|_| next.take());
+        let places = [0; MANY].map(|_| next.take());
         let words = places.map(|place| x.load::<VECTOR>(place.row, place.column(), cols, place.row < rows));
         let mut i = 0;
-        while i < IN_FLIGHT as usize {
+        while i < MANY {
             places[i].quantise::<VECTOR, A>(words[i], codes, scales, rows, cols);
             i += 1;
         }

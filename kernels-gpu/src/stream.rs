@@ -1,16 +1,18 @@
 //! Weight tiles through shared memory: each warp has a ring of stages of its own, so no block barrier stands between a copy
 //! and its use. [`Feed`] keeps the ring full, [`Ring`] is the memory behind it.
 //!
-//! A stage holds 16 rows by 256 k: 128 bytes of codes and 16 bytes of scales a row. The 16-byte piece p of row r lies at
+//! A stage holds 16 rows by 256 k: 128 bytes of codes and a scale per block ([`Format`]) a row. The 16-byte piece p of row r lies at
 //! piece p xor 4·(r mod 2), so that eight lanes that read two rows hit all 32 banks once.
 
+use crate::dequant::Format;
 use crate::layout::permute;
 use crate::layout::scale::{padded_cols, swizzled_len, swizzled_offset};
 use crate::route_prep::RECORD_WORDS;
 use crate::schedule::{Schedule, Unit};
+use core::marker::PhantomData;
 use cuda_std::memory::In;
 use cuda_std::shared::Shared;
-use cuda_std::thread::lane;
+use cuda_std::thread::{WARP, lane};
 use cuda_std::{copy, sync};
 
 /// k of a stage.
@@ -20,42 +22,50 @@ pub const ROWS: u32 = 16;
 /// Bytes of codes of a stage.
 const CODE_BYTES: u32 = ROWS * SEGMENT / 2;
 /// Bytes of a stage: codes, then scales.
-pub const STAGE_BYTES: u32 = CODE_BYTES + ROWS * SEGMENT / 16;
+pub const fn stage_bytes<F: Format>() -> u32 {
+    CODE_BYTES + ROWS * SEGMENT / F::BLOCK
+}
 
 /// The quantised matrix of each expert: codes [E, rows, k/2] and swizzled scales.
 #[derive(Clone, Copy)]
 pub struct Weights {
     /// E2M1 codes, element 2j in the low nibble of byte j of a row.
     pub codes: In<u8>,
-    /// e4m3 block scales, 128x4-swizzled per expert.
+    /// Block scales, 128x4-swizzled per expert.
     pub scales: In<u8>,
     /// Rows of the matrix.
     pub rows: u32,
-    /// Columns of the matrix, a multiple of 16.
+    /// Columns of the matrix, a multiple of the block.
     pub k: u32,
 }
 
 /// A warp's ring of `STAGES` stages, and the place in the weights that is copied next.
 #[derive(Clone, Copy)]
-pub struct Ring<const STAGES: u32> {
+pub struct Ring<F, const STAGES: u32> {
     weights: Weights,
     base: u32,
     write: u32,
     read: u32,
-    /// Byte offsets of this lane's pieces of the next segment: codes of four rows, scales of two.
+    /// Byte offsets of this lane's pieces of the next segment: codes of four rows, scales of two (or one, where all scales of a
+    /// stage are but one word a lane).
     codes: [usize; 4],
     scales: [usize; 2],
     segment: u32,
+    format: PhantomData<F>,
 }
 
-impl<const STAGES: u32> Ring<STAGES> {
+impl<F: Format, const STAGES: u32> Ring<F, STAGES> {
     /// Bytes of shared memory of one ring.
-    pub const BYTES: u32 = STAGES * STAGE_BYTES;
+    pub const BYTES: u32 = STAGES * stage_bytes::<F>();
+    /// Words of four scales of a row of a stage.
+    const SCALE_WORDS: u32 = SEGMENT / F::BLOCK / 4;
+    /// Rows whose scales a warp copies with one instruction.
+    const SCALE_ROWS: u32 = WARP / Self::SCALE_WORDS;
 
     /// An empty ring at byte `base` of shared memory.
     #[inline(always)]
     pub fn new(weights: Weights, base: u32) -> Self {
-        Ring { weights, base, write: 0, read: 0, codes: [0; 4], scales: [0; 2], segment: 0 }
+        Ring { weights, base, write: 0, read: 0, codes: [0; 4], scales: [0; 2], segment: 0, format: PhantomData }
     }
 
     /// Next comes segment `segment` of the tile of `expert` whose 16 rows are `row(0)` to `row(15)`.
@@ -66,10 +76,11 @@ impl<const STAGES: u32> Ring<STAGES> {
         let (lane, expert) = (lane(), expert as usize);
         let base = expert * rows as usize * row_bytes + segment as usize * 128 + (lane % 8) as usize * 16;
         self.codes = [0, 4, 8, 12].map(|r| base + row(r + lane / 8) as usize * row_bytes);
-        let columns = (k / 16) as usize;
+        let columns = (k / F::BLOCK) as usize;
         let base = expert * swizzled_len(rows as usize, columns);
-        let column = (segment * 16 + lane % 4 * 4) as usize;
-        self.scales = [0, 8].map(|r| base + swizzled_offset(row(r + lane / 4) as usize, column, padded_cols(columns)));
+        let column = (segment * (SEGMENT / F::BLOCK) + lane % Self::SCALE_WORDS * 4) as usize;
+        let scale_row = |r: u32| row(r % ROWS + lane / Self::SCALE_WORDS) as usize;
+        self.scales = [0, Self::SCALE_ROWS].map(|r| base + swizzled_offset(scale_row(r), column, padded_cols(columns)));
         self.segment = segment;
     }
 
@@ -77,14 +88,14 @@ impl<const STAGES: u32> Ring<STAGES> {
     #[inline(always)]
     pub fn copy(&mut self) {
         let k = self.weights.k;
-        if k.is_multiple_of(32) && (self.segment + 1) * SEGMENT <= k {
+        if (F::BLOCK == 32 || k.is_multiple_of(32)) && (self.segment + 1) * SEGMENT <= k {
             self.copy_whole();
         } else {
             self.copy_partial();
         }
         copy::commit();
         self.codes = self.codes.map(|offset| offset + 128);
-        self.scales = self.scales.map(|offset| offset + 4 * 512);
+        self.scales = self.scales.map(|offset| offset + Self::SCALE_WORDS as usize * 512);
         self.segment += 1;
         self.write = if self.write + 1 == STAGES { 0 } else { self.write + 1 };
     }
@@ -97,8 +108,8 @@ impl<const STAGES: u32> Ring<STAGES> {
 
     #[inline(always)]
     fn stage(&self, index: u32) -> (Shared<u8>, Shared<u8>) {
-        let base = self.base + index * STAGE_BYTES;
-        (Shared::at(base, CODE_BYTES), Shared::at(base + CODE_BYTES, STAGE_BYTES - CODE_BYTES))
+        let base = self.base + index * stage_bytes::<F>();
+        (Shared::at(base, CODE_BYTES), Shared::at(base + CODE_BYTES, stage_bytes::<F>() - CODE_BYTES))
     }
 
     #[inline(always)]
@@ -112,7 +123,9 @@ impl<const STAGES: u32> Ring<STAGES> {
         copy::async16(codes, to + 8 * 128, self.weights.codes, self.codes[2]);
         copy::async16(codes, to + 12 * 128, self.weights.codes, self.codes[3]);
         copy::async4_zfill(scales, lane * 4, self.weights.scales, self.scales[0], 4);
-        copy::async4_zfill(scales, lane * 4 + 128, self.weights.scales, self.scales[1], 4);
+        if Self::SCALE_ROWS < ROWS {
+            copy::async4_zfill(scales, lane * 4 + 128, self.weights.scales, self.scales[1], 4);
+        }
     }
 
     /// Rows that are no multiple of 16 bytes, and the end of a row: zeros behind the last k, for codes and scales.
@@ -123,6 +136,17 @@ impl<const STAGES: u32> Ring<STAGES> {
         let left = |used: u32, unit: u32| unit.saturating_sub(used);
         let to = lane / 8 * 128 + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16;
         let bytes = left(self.segment * 128 + lane % 8 * 16, self.weights.k / 2);
+        let first = self.segment * (SEGMENT / F::BLOCK) + lane % Self::SCALE_WORDS * 4;
+        let columns = left(first, self.weights.k / F::BLOCK);
+        if F::BLOCK == 32 {
+            // Whole pieces of codes, and all scales of a row in words.
+            copy::async16_zfill(codes, to, self.weights.codes, self.codes[0], bytes.min(16));
+            copy::async16_zfill(codes, to + 4 * 128, self.weights.codes, self.codes[1], bytes.min(16));
+            copy::async16_zfill(codes, to + 8 * 128, self.weights.codes, self.codes[2], bytes.min(16));
+            copy::async16_zfill(codes, to + 12 * 128, self.weights.codes, self.codes[3], bytes.min(16));
+            copy::async4_zfill(scales, lane * 4, self.weights.scales, self.scales[0], columns.min(4));
+            return;
+        }
         let mut q = 0;
         while q < 4 {
             copy::async8_zfill(codes, to + q * 512, self.weights.codes, self.row_codes(q), bytes.min(8));
@@ -130,7 +154,6 @@ impl<const STAGES: u32> Ring<STAGES> {
             copy::async8_zfill(codes, to + q * 512 + 8, self.weights.codes, self.row_codes(q) + 8, second);
             q += 1;
         }
-        let columns = left(self.segment * 16 + lane % 4 * 4, self.weights.k / 16);
         let mut column = 0;
         while column < 4 {
             let kept = column < columns;
@@ -159,12 +182,12 @@ impl<const STAGES: u32> Ring<STAGES> {
     /// Waits for the oldest stage and reads this lane's fragments of it. The stage is free again once all lanes are behind
     /// the barrier at the end.
     #[inline(always)]
-    pub fn take<const PENDING: u32>(&mut self) -> Fragments {
+    pub fn take<const PENDING: u32>(&mut self) -> Fragments<F> {
         const { assert!(PENDING + 1 == STAGES) };
         copy::wait::<PENDING>();
         sync::sync_warp();
         let (codes, scales) = self.stage(self.read);
-        let scales = Shared::<u16>::at(scales.byte(0), scales.len() / 2);
+        let scales = Shared::<F::Scales>::at(scales.byte(0), scales.len() / F::LANE_SCALES);
         let (g, t) = (lane() / 4, lane() % 4);
         // Rows g and g+8 have the same parity.
         let piece = |row: u32, half: u32| codes.load_v4(row * 128 + ((half * 4 + t) ^ (row % 2 * 4)) * 16);
@@ -181,16 +204,16 @@ impl<const STAGES: u32> Ring<STAGES> {
 
 /// What one lane needs of a stage, by 128-k chunk and by row g or g+8.
 #[derive(Clone, Copy)]
-pub struct Fragments {
+pub struct Fragments<F: Format> {
     /// 32 codes: k 32t to 32t+31 of the chunk.
     pub codes: [[[u32; 4]; 2]; 2],
-    /// Two block scales: k 32t to 32t+15 and 32t+16 to 32t+31.
-    pub scales: [[u16; 2]; 2],
+    /// The block scales of these 32 k.
+    pub scales: [[F::Scales; 2]; 2],
 }
 
 /// The copying side of a persistent warp. It runs `STAGES` steps ahead of the computing side, from one unit of work into the next.
-pub struct Feed<const STAGES: u32> {
-    ring: Ring<STAGES>,
+pub struct Feed<F, const STAGES: u32> {
+    ring: Ring<F, STAGES>,
     schedule: Schedule,
     entries: In<u32>,
     begin: u32,
@@ -201,12 +224,12 @@ pub struct Feed<const STAGES: u32> {
     expert: u32,
 }
 
-impl<const STAGES: u32> Feed<STAGES> {
+impl<F: Format, const STAGES: u32> Feed<F, STAGES> {
     /// Starts the first `STAGES` copies of a warp that takes segments `begin` to `end` of each of its units, from `first` on. The
     /// experts are in `entries`, and `row(unit, r)` is row r of a unit's tile.
     #[inline(always)]
     pub fn start(
-        ring: Ring<STAGES>,
+        ring: Ring<F, STAGES>,
         schedule: Schedule,
         first: Unit,
         entries: In<u32>,
@@ -228,7 +251,7 @@ impl<const STAGES: u32> Feed<STAGES> {
 
     /// The oldest stage; another copy starts in its place. `PENDING` is `STAGES` - 1.
     #[inline(always)]
-    pub fn take<const PENDING: u32>(&mut self, row: impl Fn(Unit, u32) -> u32) -> Fragments {
+    pub fn take<const PENDING: u32>(&mut self, row: impl Fn(Unit, u32) -> u32) -> Fragments<F> {
         let fragments = self.ring.take::<PENDING>();
         self.copy(&row);
         fragments

@@ -1,6 +1,6 @@
 //! One 128-k chunk of a 16-row tile times eight columns.
 
-use crate::dequant::Activation;
+use crate::dequant::{Activation, Format};
 use cuda_std::arch::Arch;
 use cuda_std::memory::In;
 use cuda_std::{mma, sync};
@@ -16,14 +16,14 @@ pub fn columns(x: In<u16>, index: usize) -> Columns {
 
 /// Adds the chunk to `sum`: eight mma, of which the j-th takes k 32t+4j to 32t+4j+3 of every lane t.
 #[inline(always)]
-pub fn multiply<T: Activation, A: Arch>(
+pub fn multiply<T: Activation, F: Format, A: Arch>(
     codes: [[u32; 4]; 2],
-    scales: [u16; 2],
+    scales: [F::Scales; 2],
     x: Columns,
     mut sum: [f32; 4],
 ) -> [f32; 4] {
     sync::converge();
-    let scales = [T::scales::<A>(scales[0]), T::scales::<A>(scales[1])];
+    let scales = [F::scales::<T, A>(scales[0]), F::scales::<T, A>(scales[1])];
     macro_rules! word {
         ($w:literal) => {
             let a = T::decode::<A>(codes[0][$w]).map(|pair| T::mul(pair, scales[0][$w / 2]));

@@ -136,7 +136,7 @@ impl Routed {
             let weights = [0, 1, 2, 3, 4, 5, 6, 7]
                 .map(|i| if used[i] { self.weights.load(first + slot as usize + i) } else { 0.0 });
             let values = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| {
-                let at = rows[i] as usize * self.output as usize + column as usize;
+                let at = rows[i] as u32 as usize * self.output as usize + column as usize;
                 if used[i] { load8(self.y, at, wide) } else { [0; 4] }
             });
             let mut i = 0;
@@ -182,7 +182,7 @@ fn store8(out: Out<u16>, at: usize, wide: bool, values: [f32; 8]) {
 fn widen8(words: [u32; 4]) -> [f32; 8] {
     [0, 1, 2, 3, 4, 5, 6, 7].map(|i: usize| {
         let word = words[i / 2];
-        if i % 2 == 0 { bf16_to_f32(word as u16) } else { f32::from_bits(word & 0xFFFF_0000) }
+        if i.is_multiple_of(2) { bf16_to_f32(word as u16) } else { f32::from_bits(word & 0xFFFF_0000) }
     })
 }
 
@@ -276,6 +276,7 @@ fn shared_gate(x: In<u16>, gate_w: In<u16>, token: u32, hidden: u32) -> f32 {
     sigmoid(dot)
 }
 
+#[allow(clippy::too_many_arguments)]
 #[inline(always)]
 fn blend_body(
     routed: In<u16>,

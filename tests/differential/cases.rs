@@ -8,13 +8,13 @@ use cuda_std::kernel::{Family as _, Packed};
 use cuda_std::memory::{In, Out};
 use megamoe::device::{Buffer, DeviceHandle, Grid, launch};
 use megamoe::diff::{Case, DeviceCase, Family, ONE, SHAPE, draw, floats};
-use megamoe::formats::nvfp4::{GlobalScale, Nvfp4Matrix, alphas_from_processed};
-use megamoe::formats::{ExpertTensors, Nvfp4Experts, SwizzledScales};
-use megamoe::layer::{Hidden, Inputs, Layer, WeightLengths};
+use megamoe::formats::fp4::{Fp4Matrix, GlobalScale, alphas_from_processed};
+use megamoe::formats::{ExpertTensors, Fp4Experts, SwizzledScales};
+use megamoe::layer::{BiasBuffers, Hidden, Inputs, Layer, WeightLengths};
 use megamoe::plan::{Fc2Warps, MAX_PAIRS, Plan, Variant};
 use megamoe::reference::{Mode, Status};
 use megamoe::workspace::Workspace;
-use megamoe::{Activation, Error, LayerOptions, LayerShape};
+use megamoe::{Activation, Error, Gating, LayerOptions, LayerShape, WeightFormat};
 
 const NAN: u16 = 0x7FFF;
 
@@ -91,9 +91,9 @@ fn the_probe() {
 /// `case` packed anew from checkpoint tensors with these global scales of gate and up.
 fn packed(case: &Case, gate: GlobalScale, up: GlobalScale) -> Case {
     let experts = case.experts().unwrap();
-    fn rescaled<'a>(matrix: &Nvfp4Matrix<'a>, global: GlobalScale) -> Nvfp4Matrix<'a> {
+    fn rescaled<'a>(matrix: &Fp4Matrix<'a>, global: GlobalScale) -> Fp4Matrix<'a> {
         let codes = matrix.codes().to_vec();
-        Nvfp4Matrix::new(matrix.rows(), matrix.cols(), codes, matrix.scales().clone(), global).unwrap()
+        Fp4Matrix::new(matrix.rows(), matrix.cols(), codes, matrix.scales().clone(), global).unwrap()
     }
     let tensors: Vec<_> = (0..case.shape.experts).map(|expert| experts.unpack(expert)).collect();
     let tensors: Vec<ExpertTensors<'_>> = tensors
@@ -104,7 +104,7 @@ fn packed(case: &Case, gate: GlobalScale, up: GlobalScale) -> Case {
             down: expert.down.clone(),
         })
         .collect();
-    let buffers = Nvfp4Experts::pack(&tensors).unwrap().into_buffers();
+    let buffers = Fp4Experts::pack(&tensors).unwrap().into_buffers();
     Case {
         w13: buffers.w13,
         s13: buffers.s13.into_bytes(),
@@ -289,6 +289,43 @@ fn b7_even_k_in_the_low_nibble() {
     assert_first(&case, &[512.0]);
     case.w13[row] = 0x42;
     assert!(wrong(&case, &[512.0]).is_some());
+}
+
+/// The probe in MXFP4, and what a mistake with its blocks of 32 would change.
+#[test]
+fn b_mxfp4_has_a_scale_per_32_k() {
+    let mut case = Case::with_shape_in(WeightFormat::Mxfp4, SHAPE, 1);
+    assert_first(&case, &[128.0]);
+    // The scale of the block behind it, of the row of up, of another expert, and padding: all the same.
+    for (expert, row, block) in [(1, 128, 1), (1, 129, 0), (0, 128, 0)] {
+        case.set_s13(expert, row, block, 0xff);
+    }
+    case.fill_padding(0xff);
+    case.set_gate(1, 1, 0, 0);
+    let mut nan_elsewhere = case.clone();
+    // Row 1 of gate is NaN now: h[1], and with it every output of the token.
+    nan_elsewhere.set_w2(1, 0, 1, 0x2);
+    assert!(wrong(&nan_elsewhere, &[128.0]).is_some());
+    case.set_s13(1, 129, 0, 127);
+    case.set_s13(1, 128, 1, 127);
+    assert_first(&case, &[128.0]);
+    // The last k of a block and the first of the next have scales of their own.
+    for (k, block) in [(31, 0), (32, 1), (1023, 31)] {
+        let mut case = Case::with_shape_in(WeightFormat::Mxfp4, SHAPE, 1);
+        case.set_x(0, 0, 0.0);
+        case.set_x(0, k, 8.0);
+        case.set_gate(1, 0, k, 0x6);
+        case.set_up(1, 0, k, 0x1);
+        case.set_s13(1, 0, block, 126);
+        assert_first(&case, &[64.0]);
+        case.set_s13(1, 0, block, 127);
+        case.set_s13(1, 0, block ^ 1, 126);
+        assert_first(&case, &[128.0]);
+    }
+    // And those of w2, whose I of 128 has four.
+    let mut case = Case::with_shape_in(WeightFormat::Mxfp4, SHAPE, 1);
+    case.set_s2(1, 0, 0, 130);
+    assert_first(&case, &[1024.0]);
 }
 
 /// The probe's weights, but w2 codes for 0.5, 1, 2 and 3 in experts 0 to 3.
@@ -482,6 +519,7 @@ fn f8_tokens_off_the_entry() {
 
 /// A layer from device buffers that hold the arrays of `case`.
 fn from_buffers(device: &DeviceHandle, case: &Case) -> Result<Layer, Error> {
+    let biases = |biases: &Option<Vec<f32>>| biases.as_ref().map(|all| Buffer::from_slice(device, all)).transpose();
     Layer::from_buffers(
         case.shape,
         case.options,
@@ -491,6 +529,7 @@ fn from_buffers(device: &DeviceHandle, case: &Case) -> Result<Layer, Error> {
         Buffer::from_slice(device, &case.w2)?,
         Buffer::from_slice(device, &case.s2)?,
         Buffer::from_slice(device, &case.alpha2)?,
+        BiasBuffers { b13: biases(&case.b13)?, b2: biases(&case.b2)? },
     )
 }
 
@@ -619,12 +658,12 @@ fn h5_bytes_in_the_padding_of_the_scales() {
 #[test]
 fn h6_clamp() {
     let mut case = Case::new();
-    case.options.limit = Some(1.0);
+    case.options.gating = Gating::Silu { limit: Some(1.0) };
     case.set_up(1, 0, 0, 0x6);
     assert_first(&case, &[0.730_468_75]);
     // Ignored, the limit gives 1024.
     let mut ignored = case.clone();
-    ignored.options.limit = None;
+    ignored.options.gating = Gating::default();
     assert!(wrong(&ignored, &[0.730_468_75]).is_some());
     // No clamp of the gate from below: silu(-32)·-1, where silu(-1)·-1 would be 0.27.
     case.set_up(1, 0, 0, 0xE);
@@ -748,17 +787,20 @@ fn l6_nan_in_padded_rows() {
 #[test]
 fn m1_each_buffer_one_short() {
     let shape = LayerShape { hidden: 32, intermediate: 16, output: 3, experts: 2, top_k: 2 };
-    let case = Case::with_shape(shape, 2);
-    let lengths = WeightLengths::of(&shape).unwrap();
+    let mut case = Case::with_shape(shape, 2);
+    case.add_biases(1);
+    let lengths = WeightLengths::of(&shape, case.options.format).unwrap();
     for (_, device) in devices() {
         // Weights.
         type Shorten = fn(&mut Case);
-        let weights: [(&str, usize, Shorten); 5] = [
+        let weights: [(&str, usize, Shorten); 7] = [
             ("w13", lengths.w13, |case| case.w13.truncate(case.w13.len() - 1)),
             ("s13", lengths.s13, |case| case.s13.truncate(case.s13.len() - 1)),
             ("w2", lengths.w2, |case| case.w2.truncate(case.w2.len() - 1)),
             ("s2", lengths.s2, |case| case.s2.truncate(case.s2.len() - 1)),
             ("alpha2", lengths.alpha2, |case| case.alpha2.truncate(case.alpha2.len() - 1)),
+            ("b13", lengths.b13, |case| case.b13.as_mut().map(Vec::pop).map_or((), |_| ())),
+            ("b2", lengths.b2, |case| case.b2.as_mut().map(Vec::pop).map_or((), |_| ())),
         ];
         for (name, needed, shorten) in weights {
             let mut short = case.clone();
@@ -770,7 +812,8 @@ fn m1_each_buffer_one_short() {
         let buffer = |bytes: &[u8]| Buffer::from_slice(&device, bytes).unwrap();
         let alpha2 = Buffer::from_slice(&device, &case.alpha2).unwrap();
         let (w13, s13, w2, s2) = (buffer(&case.w13), buffer(&case.s13), buffer(&case.w2), buffer(&case.s2));
-        let error = Layer::from_buffers(shape, case.options, w13, s13, alpha1, w2, s2, alpha2).unwrap_err();
+        let none = BiasBuffers::default();
+        let error = Layer::from_buffers(shape, case.options, w13, s13, alpha1, w2, s2, alpha2, none).unwrap_err();
         assert_length(error, "alpha1", 3, 4);
 
         // What a pass is given.
@@ -944,7 +987,7 @@ fn arguments_outside_their_limits() {
             assert!(matches!(error, Error::Argument { .. }), "{error}");
         }
         for limit in [0.0, -0.0, -1.0, f32::NAN, f32::NEG_INFINITY] {
-            let options = LayerOptions { limit: Some(limit), ..options };
+            let options = LayerOptions { gating: Gating::Silu { limit: Some(limit) }, ..options };
             let error = Plan::new(&device, SHAPE, options, 1).unwrap_err();
             assert_eq!(argument_of(&error), "limit", "{limit}");
             assert!(error.to_string().contains(&limit.to_string()), "{error}");

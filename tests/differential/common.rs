@@ -6,8 +6,8 @@ use cuda_std::arch::ArchId;
 use kernels_gpu::layout::permute::row_stride;
 use megamoe::device::{Buffer, Device, DeviceHandle, Emulator, EmulatorOptions, Gpu};
 use megamoe::diff::{Case, Random};
-use megamoe::reference::{LayerResult, Mode, Route};
-use megamoe::{Error, LayerShape};
+use megamoe::reference::{LayerResult, Mode, Route, math};
+use megamoe::{Activation, Error, LayerShape, WeightFormat};
 use std::sync::{Arc, LazyLock};
 
 /// Every architecture whose paths a kernel can take.
@@ -196,7 +196,8 @@ fn exchanged(k: usize) -> usize {
 }
 
 /// Makes the sums of w13 cancel: the second half of every row repeats the first, and the second half of x is the negative of the
-/// first. What is left comes from the order in which terms are added and cut off alone. Needs a hidden size that is a multiple of 32.
+/// first. What is left comes from the order in which terms are added and cut off alone. Needs a hidden size that is a multiple of two
+/// blocks of scales.
 pub fn cancel_w13(case: &mut Case) {
     let LayerShape { hidden, intermediate, experts, .. } = case.shape;
     let half = hidden / 2;
@@ -205,10 +206,13 @@ pub fn cancel_w13(case: &mut Case) {
     }
     let mut random = Random(half as u64);
     for (expert, row) in (0..experts).flat_map(|expert| (0..2 * intermediate).map(move |row| (expert, row))) {
-        for block in 0..half / 16 {
-            let byte = 0x10 + (random.next() % 0x40) as u8;
+        for block in 0..half / case.block() {
+            let byte = match case.options.format {
+                WeightFormat::Nvfp4 => 0x10 + (random.next() % 0x40) as u8,
+                WeightFormat::Mxfp4 => 122 + (random.next() % 10) as u8,
+            };
             case.set_s13(expert, row, block, byte);
-            case.set_s13(expert, row, block + half / 16, byte);
+            case.set_s13(expert, row, block + half / case.block(), byte);
         }
     }
     for row in case.x.chunks_mut(hidden) {
@@ -217,5 +221,13 @@ pub fn cancel_w13(case: &mut Case) {
         }
     }
     // The rest is about 2^-24 of the terms.
-    case.alpha1.fill([2f32.powi(20), 2f32.powi(20)]);
+    match case.options.format {
+        WeightFormat::Nvfp4 => case.alpha1.fill([2f32.powi(20), 2f32.powi(20)]),
+        WeightFormat::Mxfp4 => {
+            case.x.iter_mut().for_each(|x| {
+                *x = math::from_f32(Activation::Bf16, math::to_f32(Activation::Bf16, *x) * 2f32.powi(10))
+            });
+            case.s13.iter_mut().for_each(|byte| *byte = byte.saturating_add(10).min(254));
+        }
+    }
 }

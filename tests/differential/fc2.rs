@@ -1,19 +1,21 @@
 //! FC2 on tables made by hand, against the reference's weighted results, every bit of the f32.
 
 use crate::common::{Table, any_emulator, gpu, in_tensor_order};
-use cuda_std::kernel::Kernel;
+use cuda_std::kernel::{DeviceRef, Kernel};
+use kernels_gpu::dequant::{Mxfp4, Nvfp4};
 use kernels_gpu::fc2::{fc2 as family, shared_bytes};
 use megamoe::device::{Buffer, DeviceHandle, Grid, launch};
-use megamoe::diff::{Case, Family, Random, draw};
+use megamoe::diff::{Case, Family, Random, draw_in};
 use megamoe::plan::Fc2Warps;
 use megamoe::reference::{Mode, Route, fc2, math, route_prep};
-use megamoe::{Activation, LayerShape};
+use megamoe::{Activation, LayerShape, WeightFormat};
 
 const UNTOUCHED: u32 = 0xA5A5_A5A5;
 
-fn kernel(activation: Activation, warps: Fc2Warps) -> Kernel<family::Family> {
+fn kernel(weights: WeightFormat, activation: Activation, warps: Fc2Warps) -> Kernel<family::Family> {
+    let weights = if weights == WeightFormat::Mxfp4 { "mxfp4_" } else { "" };
     let format = if activation == Activation::Bf16 { "bf16" } else { "f16" };
-    let name = format!("fc2_seed_{format}_warps{}", warps.count());
+    let name = format!("fc2_seed_{weights}{format}_warps{}", warps.count());
     *family::KERNELS.iter().find(|kernel| kernel.name == name).unwrap()
 }
 
@@ -27,7 +29,18 @@ struct Work {
 impl Work {
     /// h is random, with few special values where the family has some.
     fn new(family: Family, shape: LayerShape, tokens: usize, activation: Activation, seed: u64) -> Self {
-        let mut case = draw(family, shape, tokens, seed);
+        Work::new_in(WeightFormat::Nvfp4, family, shape, tokens, activation, seed)
+    }
+
+    fn new_in(
+        format: WeightFormat,
+        family: Family,
+        shape: LayerShape,
+        tokens: usize,
+        activation: Activation,
+        seed: u64,
+    ) -> Self {
+        let mut case = draw_in(format, family, shape, tokens, seed);
         case.options.activation = activation;
         let route = route_prep(&case.topk_ids, shape.top_k, shape.experts).unwrap();
         let mut random = Random(seed);
@@ -62,8 +75,13 @@ impl Work {
         let s2 = Buffer::from_slice(device, &case.s2).unwrap();
         // 64 elements behind the last row must stay as they are.
         let y = Buffer::from_slice(device, &vec![f32::from_bits(UNTOUCHED); route.pairs() * output + 64]).unwrap();
-        let kernel = kernel(case.options.activation, warps);
-        let grid = Grid { blocks, shared_bytes: shared_bytes(warps.count()) };
+        let b2 = case.b2.as_ref().map(|b2| Buffer::from_slice(device, b2).unwrap());
+        let kernel = kernel(case.options.format, case.options.activation, warps);
+        let shared_bytes = match case.options.format {
+            WeightFormat::Nvfp4 => shared_bytes::<Nvfp4>(warps.count()),
+            WeightFormat::Mxfp4 => shared_bytes::<Mxfp4>(warps.count()),
+        };
+        let grid = Grid { blocks, shared_bytes };
         device.prepare(kernel.into(), grid.shared_bytes).unwrap();
         let args = family::Args {
             entry_count: table.entry_count.as_ref(),
@@ -72,6 +90,7 @@ impl Work {
             h: h.as_ref(),
             w2: w2.as_ref(),
             s2: s2.as_ref(),
+            b2: b2.as_ref().map_or(DeviceRef::null(), Buffer::as_ref),
             y: y.as_mut(),
             intermediate: intermediate as u32,
             output: output as u32,
@@ -120,6 +139,69 @@ fn every_kernel_at_every_size() {
                 turn += 1;
             }
         }
+    }
+}
+
+const MXFP4_SIZES: [(usize, usize); 10] =
+    [(32, 1), (32, 17), (64, 100), (96, 33), (128, 128), (160, 144), (288, 20), (320, 7), (704, 40), (1888, 15)];
+
+/// Both MXFP4 kernels at every size, with and without biases. The kernel takes any scale with f16 activations too.
+#[test]
+fn every_mxfp4_kernel_at_every_size() {
+    let mut turn = 0;
+    for activation in [Activation::Bf16, Activation::F16] {
+        for (intermediate, output) in MXFP4_SIZES.into_iter().chain(MXFP4_SIZES) {
+            let shape = LayerShape { hidden: 32, intermediate, output, experts: 3, top_k: 2 };
+            let family = Family::ALL[turn % 7];
+            let mut work = Work::new_in(WeightFormat::Mxfp4, family, shape, 5, activation, turn as u64);
+            if turn % 3 != 0 {
+                work.case.add_biases(turn as u64);
+            }
+            work.check(&any_emulator(turn), Fc2Warps::W4, 1 + turn as u32 % 7, turn as u64);
+            gpu().iter().for_each(|gpu| work.check(gpu, Fc2Warps::W4, 1 + turn as u32 * 37 % 500, turn as u64));
+            turn += 1;
+        }
+    }
+}
+
+/// NVFP4 experts with biases.
+#[test]
+fn biases_with_nvfp4() {
+    for (turn, (intermediate, output)) in SIZES.into_iter().chain(SIZES).enumerate() {
+        let shape = LayerShape { hidden: 16, intermediate, output, experts: 3, top_k: 2 };
+        let activation = [Activation::Bf16, Activation::F16][turn / 11];
+        let mut work = Work::new(Family::ALL[turn % 7], shape, 5, activation, turn as u64);
+        work.case.add_biases(turn as u64);
+        let warps = Fc2Warps::ALL[turn % 4];
+        work.check(&any_emulator(turn), warps, 1 + turn as u32 % 7, turn as u64);
+        gpu().iter().for_each(|gpu| work.check(gpu, warps, 1 + turn as u32 * 37 % 500, turn as u64));
+    }
+}
+
+/// With a bias the weight comes last: (alpha2·y + b)·w, and not (alpha2·w)·y + b·w, nor without the rounding in between.
+#[test]
+fn the_weight_of_a_pair_comes_after_its_bias() {
+    let shape = LayerShape { hidden: 16, intermediate: 16, output: 64, experts: 1, top_k: 1 };
+    let mut work = Work::new(Family::OneExpert, shape, 8, Activation::Bf16, 3);
+    work.case.add_biases(5);
+    work.case.options.activation = Activation::Bf16;
+    let right = work.run(&any_emulator(2), Fc2Warps::W4, 1, 0);
+    assert_eq!(right, work.expected(Mode::Exact));
+    let mut plain = Work { case: work.case.clone(), h: work.h.clone(), route: work.route.clone() };
+    (plain.case.b2, plain.case.alpha2, plain.case.topk_w) = (None, vec![1.0], vec![1.0; 8]);
+    let y = plain.expected(Mode::Exact);
+    let (alpha, b2) = (work.case.alpha2[0], work.case.b2.clone().unwrap());
+    type Way = fn(f32, f32, f32, f32) -> f32;
+    let ways: [Way; 4] = [
+        |alpha, y, b, w| (alpha * y + b) * w,
+        |alpha, y, b, w| (alpha * w) * y + b * w,
+        |alpha, y, b, w| alpha.mul_add(y, b) * w,
+        |alpha, y, b, w| alpha * (y + b) * w,
+    ];
+    for (i, way) in ways.into_iter().enumerate() {
+        let got = |at: usize| way(alpha, f32::from_bits(y[at]), b2[at % 64], work.case.topk_w[at / 64]).to_bits();
+        let same = (0..y.len()).filter(|&at| got(at) == right[at]).count();
+        assert_eq!(same == y.len(), i == 0, "way {i}: {same} of {}", y.len());
     }
 }
 

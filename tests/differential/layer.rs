@@ -1,14 +1,16 @@
-//! The whole NVFP4 layer: kernels on every device against the exact reference, bit for bit.
+//! The whole layer: kernels on every device against the exact reference, bit for bit.
 
-use crate::common::{any_emulator, approximate_gpu, assert_same, devices, difference, emulator, gpu, scale};
+use crate::common::{
+    any_emulator, approximate_gpu, argument_of, assert_same, devices, difference, emulator, gpu, scale,
+};
 use cuda_std::arch::ArchId;
 use megamoe::device::{Buffer, DeviceHandle};
-use megamoe::diff::{Case, DeviceCase, Family, Random, draw, floats};
-use megamoe::layer::{Hidden, Inputs, Layer};
-use megamoe::plan::{Fc2Warps, Variant};
+use megamoe::diff::{Case, DeviceCase, DrawOptions, Family, Op, Random, draw, draw_in, draw_op, floats};
+use megamoe::layer::{BiasBuffers, Hidden, Inputs, Layer};
+use megamoe::plan::{Fc2Warps, Plan, Variant};
 use megamoe::reference::{LayerResult, Mode, Status, layer_bound};
 use megamoe::workspace::Workspace;
-use megamoe::{Activation, LayerShape, Order, Split};
+use megamoe::{Activation, Error, Gating, LayerOptions, LayerShape, Order, Split, WeightFormat};
 
 const fn shape(hidden: usize, intermediate: usize, output: usize, experts: usize, top_k: usize) -> LayerShape {
     LayerShape { hidden, intermediate, output, experts, top_k }
@@ -52,7 +54,7 @@ fn variant(case: Case, number: usize) -> (Case, Variant) {
 fn check_variant(case: Case, number: usize, device: &DeviceHandle, what: &str) {
     let (mut case, variant) = variant(case, number);
     // One case in three is clamped.
-    case.options.limit = (number % 7 < 2).then_some(0.5);
+    case.options.gating = Gating::Silu { limit: (number % 7 < 2).then_some(0.5) };
     let wanted = case.run(Mode::Exact).unwrap();
     let run = |on_device: DeviceCase| {
         if number.is_multiple_of(2) {
@@ -389,5 +391,272 @@ fn another_order_of_sums_is_caught() {
     for split in [Split::S1, Split::S2, Split::S8] {
         case.options.order = Order::Seed { split };
         assert!(difference(&case.shape, &wanted, &case.run(Mode::Exact).unwrap()).is_some(), "{split:?}");
+    }
+}
+
+/// As `variant` and `check_variant`, for MXFP4: three kinds of activations, four splits, three gatings, with and without biases.
+#[track_caller]
+fn check_mxfp4(case: Case, number: usize, device: &DeviceHandle, what: &str) {
+    let (mut case, _) = variant(case, number);
+    if case.options.activation == Activation::F16 {
+        case = case.fit_f16();
+    }
+    case.options.gating =
+        [Gating::GPT_OSS, Gating::Silu { limit: None }, Gating::Silu { limit: Some(0.5) }][number / 12 % 3];
+    if !number.is_multiple_of(5) {
+        case.add_biases(number as u64);
+    }
+    let wanted = case.run(Mode::Exact).unwrap();
+    let got = case.on(device).and_then(|on_device| {
+        if number.is_multiple_of(2) {
+            return on_device.run();
+        }
+        on_device.forward()?;
+        on_device.take()
+    });
+    let what = format!("{what}, {:?}", case.options);
+    assert_same(&what, &case.shape, &wanted, &got.unwrap_or_else(|error| panic!("{what}: {error}")));
+}
+
+/// Combinations that [`check_mxfp4`] tells apart, but for biases.
+const MXFP4_VARIANTS: usize = 3 * 4 * 3;
+
+const MXFP4_SHAPES: [(LayerShape, usize); 12] = [
+    (shape(32, 32, 1, 1, 1), 1),
+    (shape(96, 64, 17, 3, 2), 5),
+    (shape(160, 32, 144, 5, 3), 7),
+    (shape(256, 96, 100, 5, 2), 9),
+    (shape(288, 96, 17, 3, 8), 6),
+    (shape(512, 160, 100, 5, 1), 3),
+    (shape(544, 64, 544, 3, 2), 3),
+    (shape(1056, 32, 17, 1, 1), 11),
+    (shape(2880, 32, 40, 5, 4), 2),
+    (shape(32, 704, 33, 3, 1), 2),
+    (shape(64, 32, 17, 160, 8), 12),
+    (shape(32, 32, 20, 3, 1), 40),
+];
+
+#[test]
+fn mxfp4_with_every_family() {
+    for (turn, family) in Family::ALL.into_iter().enumerate() {
+        for (i, (shape, tokens)) in MXFP4_SHAPES.into_iter().enumerate() {
+            let number = turn * MXFP4_SHAPES.len() + i;
+            let case = draw_in(WeightFormat::Mxfp4, family, shape, tokens, number as u64);
+            // 7 is prime to the number of variants.
+            check_mxfp4(case, 7 * number, &any_emulator(number), &format!("{family} on emulator {number}"));
+        }
+    }
+    let Some(gpu) = gpu() else { return };
+    for (turn, family) in Family::ALL.into_iter().enumerate() {
+        for (i, (shape, tokens)) in MXFP4_SHAPES.into_iter().enumerate() {
+            for number in 0..MXFP4_VARIANTS {
+                let seed = (turn * MXFP4_SHAPES.len() + i) * MXFP4_VARIANTS + number;
+                let case = draw_in(WeightFormat::Mxfp4, family, shape, tokens + number * 3 % 17, seed as u64);
+                check_mxfp4(case, seed, &gpu, &format!("{family} {number}"));
+            }
+        }
+    }
+}
+
+/// gpt-oss-120b's and DeepSeek-V4-Flash's sizes with few experts. Only a GPU is fast enough.
+#[test]
+fn mxfp4_in_full_width_on_the_gpu() {
+    let Some(gpu) = gpu() else { return };
+    for (i, (shape, tokens)) in
+        [(shape(2880, 2880, 2880, 4, 4), 3), (shape(4096, 2048, 4096, 6, 6), 5)].into_iter().enumerate()
+    {
+        for number in [i, i + 13, i + 26] {
+            let case = draw_in(WeightFormat::Mxfp4, Family::ALL[number % 7], shape, tokens, number as u64);
+            check_mxfp4(case, number, &gpu, &format!("full width {number}"));
+        }
+    }
+}
+
+/// NVFP4 experts with biases, and with gpt-oss's gating.
+#[test]
+fn biases_and_gatings_with_nvfp4() {
+    for (i, (shape, tokens)) in SHAPES.into_iter().enumerate() {
+        let (mut case, variant) = variant(draw(Family::ALL[i % 7], shape, tokens, i as u64), 5 * i);
+        case.add_biases(i as u64);
+        match i % 4 {
+            0 => case.b13 = None,
+            1 => case.b2 = None,
+            _ => {}
+        }
+        case.options.gating = [Gating::GPT_OSS, Gating::Silu { limit: Some(2.0) }][i % 2];
+        let wanted = case.run(Mode::Exact).unwrap();
+        for device in std::iter::once(any_emulator(i)).chain(gpu()) {
+            let got = DeviceCase::new(&case, &device, variant).unwrap().run().unwrap();
+            assert_same(&format!("{:?}, {variant:?}", case.options), &shape, &wanted, &got);
+        }
+    }
+}
+
+/// An exact layer: gate = 8·0.5 + 28, up = 8·0.5 - 1, each in row 0, h = (3 + 1)·32·sigmoid(54.464) = 128, out = (128 - 64)·0.25 there
+/// and 2·0.25 from the bias alone in column 1.
+#[test]
+fn an_mxfp4_layer_by_hand() {
+    let shape = shape(64, 32, 3, 2, 1);
+    let mut case = Case::blank_in(WeightFormat::Mxfp4, shape, 1);
+    case.options.gating = Gating::SwigluOai { alpha: 1.702, limit: 100.0 };
+    case.set_id(0, 0, 1, 0.25);
+    // x = 8 in the second block of k, under 2^-2 with the code of 2.
+    case.set_x(0, 40, 8.0);
+    for row in [0, 32] {
+        case.set_w13(1, row, 40, 0x4);
+        case.set_s13(1, row, 1, 125);
+        // The first block is NaN for nobody: another row, that of expert 0.
+        case.set_s13(0, row, 0, 0xff);
+    }
+    let mut b13 = vec![0.0; 2 * 64];
+    (b13[64], b13[96]) = (-1.0, 28.0);
+    case.b13 = Some(b13);
+    case.set_w2(1, 0, 0, 0x1);
+    case.set_s2(1, 0, 0, 128);
+    let mut b2 = vec![0.0; 2 * 3];
+    (b2[3], b2[4]) = (-64.0, 2.0);
+    case.b2 = Some(b2);
+    for activation in [Activation::Bf16, Activation::F16] {
+        case.options.activation = activation;
+        assert_eq!(floats(&case.run(Mode::Exact).unwrap().out), [16.0, 0.5, 0.0]);
+        for (name, device) in devices() {
+            assert_eq!(floats(&case.run_on(&device).unwrap().out), [16.0, 0.5, 0.0], "{name} {activation:?}");
+        }
+    }
+    // Such a comparison sees another block of scales, codes or biases.
+    for plant in [
+        (|case: &mut Case| case.set_s13(1, 32, 1, 126)) as fn(&mut Case),
+        |case| case.set_w13(1, 32, 40, 0x3),
+        |case| case.b2 = None,
+        |case| case.options.gating = Gating::Silu { limit: Some(100.0) },
+    ] {
+        let mut faulty = case.clone();
+        plant(&mut faulty);
+        assert_ne!(floats(&faulty.run(Mode::Exact).unwrap().out), [16.0, 0.5, 0.0]);
+    }
+}
+
+/// f16 activations take MXFP4 scales from 2^-23 to 2^13; others are refused with the names of all experts that have one, when the
+/// layer is made or given other options, and by the reference. NaN and padding are no such scales, bf16 takes all.
+#[test]
+fn scales_beyond_f16_are_refused() {
+    let shape = shape(96, 32, 5, 3, 2);
+    let mut fits = draw_in(WeightFormat::Mxfp4, Family::Random, shape, 4, 1);
+    fits.options.activation = Activation::F16;
+    fits.fill_padding(0);
+    fits.set_s13(0, 63, 2, 127 - 23);
+    fits.set_s2(2, 4, 0, 127 + 13);
+    fits.set_s13(1, 0, 0, 0xff);
+    type Plant = fn(&mut Case);
+    let beyond: [(&str, &[usize], Plant); 4] = [
+        ("s13", &[0, 2], |case| {
+            case.set_s13(0, 63, 2, 127 - 24);
+            case.set_s13(2, 0, 0, 0);
+        }),
+        ("s13", &[1], |case| case.set_s13(1, 17, 1, 127 + 14)),
+        ("s2", &[2], |case| case.set_s2(2, 4, 0, 127 + 14)),
+        ("s2", &[0], |case| case.set_s2(0, 0, 0, 254)),
+    ];
+    let from_buffers = |device: &DeviceHandle, case: &Case| {
+        let buffer = |bytes: &[u8]| Buffer::from_slice(device, bytes).unwrap();
+        let floats = |floats: &[f32]| Buffer::from_slice(device, floats).unwrap();
+        let (w13, s13, w2, s2) = (buffer(&case.w13), buffer(&case.s13), buffer(&case.w2), buffer(&case.s2));
+        let (alpha1, alpha2) = (floats(case.alpha1.as_flattened()), floats(&case.alpha2));
+        Layer::from_buffers(shape, case.options, w13, s13, alpha1, w2, s2, alpha2, BiasBuffers::default())
+    };
+    for (_, device) in devices() {
+        crate::common::check(&fits, &device);
+        from_buffers(&device, &fits).unwrap();
+        for (name, experts, plant) in &beyond {
+            let mut case = fits.clone();
+            plant(&mut case);
+            let mut bf16 = case.clone();
+            bf16.options.activation = Activation::Bf16;
+            crate::common::check(&bf16, &device);
+            let on_bf16 = from_buffers(&device, &bf16).unwrap();
+            for error in [
+                case.on(&device).unwrap_err(),
+                from_buffers(&device, &case).unwrap_err(),
+                on_bf16.with_options(case.options).unwrap_err(),
+                case.run(Mode::Exact).unwrap_err(),
+                case.run(Mode::Fast).unwrap_err(),
+                layer_bound(&case.view(), &case.options, &case.inputs()).unwrap_err(),
+            ] {
+                match error {
+                    Error::Experts { name: n, experts: e, .. } => assert_eq!((&n, e.as_slice()), (name, *experts)),
+                    other => panic!("{other}"),
+                }
+            }
+        }
+    }
+}
+
+/// A format that is not the weights' own, sizes off its blocks, and a variant that it has no kernel for.
+#[test]
+fn mxfp4_arguments_are_named() {
+    let device = any_emulator(1);
+    let case = draw_in(WeightFormat::Mxfp4, Family::Random, shape(64, 32, 8, 2, 1), 2, 1);
+    let nvfp4 = LayerOptions { format: WeightFormat::Nvfp4, ..case.options };
+    let layer = Layer::new(&device, &case.experts().unwrap(), 1, case.options).unwrap();
+    let named = |error: Error| argument_of(&error);
+    assert_eq!(named(Layer::new(&device, &case.experts().unwrap(), 1, nvfp4).unwrap_err()), "format");
+    assert_eq!(named(layer.with_options(nvfp4).unwrap_err()), "format");
+    assert_eq!(
+        named(megamoe::reference::layer(&case.view(), &nvfp4, &case.inputs(), Mode::Exact).unwrap_err()),
+        "format"
+    );
+    // A plan of the other format.
+    let plan = Plan::new(&device, case.shape, nvfp4, 2).unwrap();
+    let mut on_device = case.on(&device).unwrap();
+    on_device.plan = plan;
+    assert_eq!(named(on_device.forward().unwrap_err()), "plan");
+    for fc2_warps in Fc2Warps::ALL {
+        let made = DeviceCase::new(&case, &device, Variant { fc2_warps });
+        assert_eq!(made.err().map(|error| argument_of(&error)), (fc2_warps != Fc2Warps::W4).then_some("fc2_warps"));
+    }
+    for (name, shape) in [("hidden", shape(48, 32, 8, 2, 1)), ("intermediate", shape(64, 16, 8, 2, 1))] {
+        assert_eq!(named(Plan::new(&device, shape, case.options, 2).unwrap_err()), name);
+        let mut view = case.view();
+        view.shape = shape;
+        assert_eq!(named(view.check().unwrap_err()), name);
+    }
+    for alpha in [f32::NAN, f32::INFINITY] {
+        let options = LayerOptions { gating: Gating::SwigluOai { alpha, limit: 7.0 }, ..case.options };
+        assert_eq!(named(layer.with_options(options).unwrap_err()), "alpha");
+    }
+    for limit in [0.0, -1.0, f32::NAN] {
+        let options = LayerOptions { gating: Gating::SwigluOai { alpha: 1.0, limit }, ..case.options };
+        assert_eq!(named(layer.with_options(options).unwrap_err()), "limit");
+    }
+    let mut infinite = case.clone();
+    infinite.add_biases(1);
+    infinite.b2.as_mut().unwrap()[3] = f32::INFINITY;
+    assert_eq!(named(infinite.on(&device).unwrap_err()), "b2");
+    assert_eq!(named(infinite.run(Mode::Exact).unwrap_err()), "b2");
+}
+
+/// What joins gate and up, of every kind of f32, NaN and infinities too, through the layer's kernels.
+#[test]
+fn gatings_of_every_kind_of_number() {
+    for (turn, family) in [Family::Random, Family::Subnormal, Family::Special, Family::Extreme].into_iter().enumerate()
+    {
+        for gating in [
+            Gating::GPT_OSS,
+            Gating::SwigluOai { alpha: 1.702, limit: f32::INFINITY },
+            Gating::SwigluOai { alpha: -2.5, limit: 20.0 },
+            Gating::SwigluOai { alpha: 0.0, limit: f32::INFINITY },
+            Gating::Silu { limit: None },
+        ] {
+            let options = LayerOptions { gating, ..Default::default() };
+            let shape = shape(16, 16, 1, 1, 1);
+            let draw = DrawOptions { family, shape, tokens: 250, options, biases: false };
+            let case = draw_op(Op::Swiglu, &draw, turn as u64).unwrap();
+            let wanted = case.on_cpu().unwrap();
+            for device in std::iter::once(any_emulator(turn)).chain(gpu()) {
+                let got = case.on_device(&device).unwrap();
+                let wrong = wanted.bits.iter().zip(&got.bits).position(|(wanted, got)| wanted != got);
+                assert_eq!(wrong, None, "{family} {gating:?}");
+            }
+        }
     }
 }

@@ -160,3 +160,8 @@ pub fn fma(a: f32, b: f32, c: f32) -> f32 {
     let out = a.mul_add(b, c);
     if out.is_nan() { f32::from_bits(NAN) } else { out }
 }
+
+/// Square root, rounded once. Like the host's other f32 arithmetic it may give any NaN.
+pub fn sqrt(x: f32) -> f32 {
+    x.sqrt()
+}

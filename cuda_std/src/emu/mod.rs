@@ -103,7 +103,7 @@ mod tensor;
 
 pub use convert::{
     e2m1x2_to_f16x2, e4m3x2_to_f16x2, f16_to_f32, f32_to_bf16, f32_to_f16, f32x2_to_bf16x2, f32x2_to_e4m3x2, fma,
-    max_nan, min_nan, mul_bf16x2, mul_f16x2, permute_bytes,
+    max_nan, min_nan, mul_bf16x2, mul_f16x2, permute_bytes, sqrt,
 };
 pub use device::{Allocation, Device, MemoryError};
 pub use fault::{Fault, FaultKind, Party, Report, Source};
@@ -481,6 +481,19 @@ impl<T: RawElement> RawIn<T> {
         let at = Location::caller();
         let block = operation(at);
         let buffer = if address == 0 { Buffer::NONE } else { block.find(address, len, size_of::<T>(), at) };
+        RawIn { buffer, element: PhantomData }
+    }
+
+    /// The buffer from element `elements` on, which may be its end.
+    #[track_caller]
+    pub fn skip(self, elements: usize) -> Self {
+        let Buffer { storage, offset, bytes } = self.buffer;
+        let skipped = elements.saturating_mul(size_of::<T>());
+        if skipped > bytes {
+            let at = Location::caller();
+            self.buffer.outside(operation(at), elements, size_of::<T>(), 0, at);
+        }
+        let buffer = Buffer { storage, offset: offset + skipped, bytes: bytes - skipped };
         RawIn { buffer, element: PhantomData }
     }
 

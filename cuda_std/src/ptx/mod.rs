@@ -292,6 +292,10 @@ impl<T: Copy> RawIn<T> {
         RawIn(address as *const T)
     }
     #[inline(always)]
+    pub fn skip(self, elements: usize) -> Self {
+        RawIn(self.0.wrapping_add(elements))
+    }
+    #[inline(always)]
     pub fn stream(self, index: usize) -> T
     where
         T: RawElement,
@@ -416,6 +420,7 @@ pure! {
     max_nan(a: f32 as reg32, b: f32 as reg32) -> f32 as reg32 = "max.NaN.f32 {out}, {a}, {b};";
     min_nan(a: f32 as reg32, b: f32 as reg32) -> f32 as reg32 = "min.NaN.f32 {out}, {a}, {b};";
     fma(a: f32 as reg32, b: f32 as reg32, c: f32 as reg32) -> f32 as reg32 = "fma.rn.f32 {out}, {a}, {b}, {c};";
+    sqrt(x: f32 as reg32) -> f32 as reg32 = "sqrt.rn.f32 {out}, {x};";
 }
 
 /// `mul.bf16x2` needs sm_90; a·b + (-0) rounds the same value once and keeps the sign of a zero.

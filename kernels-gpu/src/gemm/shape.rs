@@ -67,8 +67,6 @@ pub trait Shape: Copy + Send + Sync + 'static {
     const PAIRED: bool;
     /// Rows of the right operand in a stage: the columns of all products.
     const RIGHT_ROWS: u32;
-    /// Rows of the right operand after which the products alternate anew.
-    const PRODUCTS_REPEAT: u32;
     /// Threads of a block.
     const THREADS: u32;
     /// Stages of the ring.
@@ -85,6 +83,8 @@ pub trait Shape: Copy + Send + Sync + 'static {
     /// `outer + inner · s`, where s is the scale of the weights, one for each product behind the row scales, times the row's own if
     /// those count.
     fn fold<const ROW_SCALES: bool>(outer: Self::Sums, inner: Self::Sums, scales: Shared<f32>) -> Self::Sums;
+    /// Sets the sums of the rows that `is_missing` names to zero.
+    fn clear(sums: Self::Sums, is_missing: impl Fn(u32) -> bool) -> Self::Sums;
     /// The epilogue of a paired tile, one group of 128 columns wide: gate and up rounded to bf16, joined by silu with a clamp, rounded,
     /// and quantised as [`crate::quant`] does. `largest` holds a value for each row and warp.
     fn join<A: Arch>(sums: Self::Sums, output: Joined, largest: Shared<f32>, item: Item);
@@ -109,7 +109,6 @@ impl<const WM: u32, const WN: u32, const TM: usize, const TN: usize, const STAGE
     const COLUMNS: u32 = if PAIRED { WN * TN as u32 * 8 } else { WN * TN as u32 * 16 };
     const PAIRED: bool = PAIRED;
     const RIGHT_ROWS: u32 = WN * TN as u32 * 16;
-    const PRODUCTS_REPEAT: u32 = if PAIRED { TN as u32 * 16 } else { 1 };
     const THREADS: u32 = WM * WN * 32;
     const STAGES: u32 = STAGES;
     type Sums = Sums<TM, TN>;
@@ -134,10 +133,10 @@ impl<const WM: u32, const WN: u32, const TM: usize, const TN: usize, const STAGE
             columns[j] = R::columns16::<A>(right, column + j as u32 * 16, half);
             j += 1;
         }
-        // Two tiles of rows at a time: eight mma or more between two that add to the same sums.
+        // Eight mma or more between two that add to the same sums: two tiles of rows at a time where one has fewer.
         let mut i = 0;
         while i < TM {
-            let both = i + 1 < TM;
+            let both = TN < 4 && i + 1 < TM;
             let upper = L::rows16::<A>(left, row + i as u32 * 16, half);
             let lower = if both { L::rows16::<A>(left, row + i as u32 * 16 + 16, half) } else { upper };
             let mut group = 0;
@@ -155,7 +154,7 @@ impl<const WM: u32, const WN: u32, const TM: usize, const TN: usize, const STAGE
                 }
                 group += 1;
             }
-            i += 2;
+            i += if both { 2 } else { 1 };
         }
         sums
     }
@@ -192,6 +191,30 @@ impl<const WM: u32, const WN: u32, const TM: usize, const TN: usize, const STAGE
             i += 1;
         }
         outer
+    }
+
+    #[inline(always)]
+    fn clear(mut sums: Self::Sums, is_missing: impl Fn(u32) -> bool) -> Self::Sums {
+        let (row, _) = Self::origin();
+        let mut i = 0;
+        while i < TM {
+            let upper = is_missing(row + i as u32 * 16 + lane() / 4);
+            let lower = is_missing(row + i as u32 * 16 + lane() / 4 + 8);
+            let mut j = 0;
+            while j < TN {
+                let mut half = 0;
+                while half < 2 {
+                    let sum = sums[i][j][half];
+                    let [a, b] = if upper { [0.0; 2] } else { [sum[0], sum[1]] };
+                    let [c, d] = if lower { [0.0; 2] } else { [sum[2], sum[3]] };
+                    sums[i][j][half] = [a, b, c, d];
+                    half += 1;
+                }
+                j += 1;
+            }
+            i += 1;
+        }
+        sums
     }
 
     #[inline(always)]

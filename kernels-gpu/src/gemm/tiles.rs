@@ -1,7 +1,7 @@
 //! The copying side of a grouped GEMM: work items, and the ring of stages that both operands pass through.
 //!
-//! All threads of a block share the ring. The copies run ahead of the products by all but one stage of the ring, across the end of an
-//! item, so that the memory never waits for an epilogue.
+//! All threads of a block share the ring. The copies run ahead of the products by all but one pair of its stages, across the
+//! end of an item, so that the memory never waits for an epilogue.
 
 use super::operand::{Operand, STAGE_K, element, piece_at, pieces};
 use super::shape::Shape;
@@ -129,6 +129,14 @@ impl<L: Operand, R: Operand> Problem<L, R> {
         self.weights.load(expert as usize) != 0 && (second.is_null() || second.load(expert as usize) != 0)
     }
 
+    /// Row of `a` behind a sorted row, if there is one.
+    #[inline(always)]
+    pub fn source_row(&self, sorted: u32) -> Option<u32> {
+        let ids = self.sorted_token_ids;
+        let row = if ids.is_null() { sorted } else { ids.load(sorted as usize) as u32 };
+        if row < self.a_rows { Some(row) } else { None }
+    }
+
     /// The weights of an expert, by the table.
     #[inline(always)]
     fn matrix(&self, table: In<u64>, expert: u32) -> In<R::Element> {
@@ -185,7 +193,8 @@ impl<O: Operand> Share<O> {
         left.saturating_sub(Self::element()).min(Self::ELEMENTS)
     }
 
-    /// Starts copying the first `there` elements of a piece of row `row` of the stage's operand at byte `base`.
+    /// Starts copying the first `there` elements of a piece, from element `index` on, to row `row` of the stage's operand at byte
+    /// `base`.
     #[inline(always)]
     fn copy<const ALIGNED: bool>(from: In<O::Element>, index: usize, there: u32, base: u32, row: u32) {
         let to = piece_at::<O>(base, row, thread_idx() % pieces::<O>());
@@ -213,34 +222,24 @@ impl<O: Operand> Share<O> {
 }
 
 /// The copying side.
+///
+/// Rows and columns that do not exist are copied from the first one: what comes of them is not stored.
 pub struct Copier<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED: bool> {
     problem: Problem<L, R>,
     source: S,
-    /// Next item of the block, stages of the current one that are copied and
-    /// their number, elements of its rows that are left, place in the ring.
+    /// Next item of the block, stages of the current one that are copied and their number, elements of its rows that are left, place
+    /// in the ring.
     step: u32,
     stage: u32,
     stages: u32,
     left: u32,
     slot: u32,
-    /// This thread's pieces of the left operand: elements of the next stage, and all bits set where the row exists.
-    left_at: [usize; MOST],
-    left_there: [u32; MOST],
-    /// Its row's scales.
-    scale_at: usize,
-    scale_bytes: u32,
-    /// Its pieces of the right operand: the matrix of each product, element of the first piece, and all bits set where the column exists.
-    matrix: [In<R::Element>; 2],
-    right_at: usize,
-    right_there: [u32; MOST],
+    /// This thread's pieces of both operands, from their first k on, and the scales of a row.
+    rows: [In<L::Element>; MOST],
+    columns: [In<R::Element>; MOST],
+    row_scales: In<f32>,
     /// Scales of the weights, of the product that this thread copies them for.
     scales: In<f32>,
-    block_at: usize,
-    block_bytes: u32,
-    /// The item after the current one, and its rows of `a`, negative for none: loaded one item early, so that nothing waits.
-    next_item: Option<Item>,
-    next_rows: [i32; MOST],
-    next_scale_row: i32,
     tile: core::marker::PhantomData<T>,
 }
 
@@ -251,21 +250,12 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
     const LEFT_EACH: u32 = T::THREADS / pieces::<L>();
     const RIGHT_EACH: u32 = T::THREADS / pieces::<R>();
 
-    /// Product of the `i`-th piece of the right operand, and its column from that of the first piece on.
-    #[inline(always)]
-    fn right_piece(i: u32) -> (u32, u32) {
-        // The remainder tells the compiler what the number of threads says already.
-        let first = Share::<R>::row() % Self::RIGHT_EACH;
-        let (product, column) = T::column(first + i * Self::RIGHT_EACH);
-        (product, column - T::column(first).1)
-    }
-
     /// Starts at the block's first item and fills all but one pair of stages.
     #[inline(always)]
     pub fn start(problem: Problem<L, R>, source: S) -> Self {
         const {
             assert!(T::ROWS <= MOST as u32 * Self::LEFT_EACH && T::RIGHT_ROWS <= MOST as u32 * Self::RIGHT_EACH);
-            assert!(T::ROWS <= T::THREADS && (2 * Self::RIGHT_EACH).is_multiple_of(T::PRODUCTS_REPEAT));
+            assert!(T::ROWS <= T::THREADS && T::STAGES.is_multiple_of(2));
         }
         let mut copier = Copier {
             problem,
@@ -275,22 +265,12 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             stages: 0,
             left: 0,
             slot: 0,
-            left_at: [0; MOST],
-            left_there: [0; MOST],
-            scale_at: 0,
-            scale_bytes: 0,
-            matrix: [In::at(0, 0); 2],
-            right_at: 0,
-            right_there: [0; MOST],
+            rows: [In::at(0, 0); MOST],
+            columns: [In::at(0, 0); MOST],
+            row_scales: In::at(0, 0),
             scales: In::at(0, 0),
-            block_at: 0,
-            block_bytes: 0,
-            next_item: None,
-            next_rows: [-1; MOST],
-            next_scale_row: -1,
             tile: core::marker::PhantomData,
         };
-        copier.look_ahead();
         copier.advance();
         let mut i = 0;
         while i < T::STAGES - 2 {
@@ -302,61 +282,31 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
         copier
     }
 
-    /// Row of `a` behind row `row` of the tile, negative for none.
-    #[inline(always)]
-    fn source_row(&self, item: Item, row: u32) -> i32 {
-        if row >= item.rows {
-            return -1;
-        }
-        let sorted = item.first + row;
-        let ids = self.problem.sorted_token_ids;
-        let id = if ids.is_null() { sorted as i32 } else { ids.load(sorted as usize) };
-        if (id as u32) < self.problem.a_rows { id } else { -1 }
-    }
-
-    /// Loads what the item after the current one needs.
-    #[inline(always)]
-    fn look_ahead(&mut self) {
-        self.next_item = self.source.item(self.step);
-        self.step += 1;
-        if let Some(item) = self.next_item {
-            macro_rules! row {
-                ($i:literal) => {
-                    if $i * Self::LEFT_EACH < T::ROWS {
-                        self.next_rows[$i] = self.source_row(item, Share::<L>::row() + $i * Self::LEFT_EACH);
-                    }
-                };
-            }
-            row!(0);
-            row!(1);
-            row!(2);
-            row!(3);
-            row!(4);
-            row!(5);
-            row!(6);
-            row!(7);
-            if FOLD == 64 {
-                self.next_scale_row = self.source_row(item, thread_idx());
-            }
-        }
-    }
-
     /// Goes to the next item.
     #[inline(always)]
     fn advance(&mut self) {
-        let Some(item) = self.next_item else {
+        self.stage = 0;
+        let Some(item) = self.source.item(self.step) else {
             self.stages = 0;
             return;
         };
-        let Problem { weights, scales, second, n, k, a_stride, .. } = self.problem;
-        self.left = k;
-        self.stage = 0;
+        self.step += 1;
+        let Problem { a, a_scale, weights, scales, second, n, k, a_stride, .. } = self.problem;
         self.stages = 2 * self.problem.pairs();
+        let resident = self.problem.is_resident(item.expert);
+        // Nothing is read where there are no weights, or no activations.
+        self.left = if resident && self.problem.a_rows > 0 { k } else { 0 };
+        if self.left == 0 {
+            return;
+        }
+        let source_row =
+            |row: u32| if row < item.rows { self.problem.source_row(item.first + row).unwrap_or(0) } else { 0 };
         macro_rules! row {
             ($i:literal) => {
-                let row = self.next_rows[$i];
-                self.left_there[$i] = if row >= 0 { u32::MAX } else { 0 };
-                self.left_at[$i] = row.max(0) as usize * a_stride as usize + Share::<L>::element() as usize;
+                if $i * Self::LEFT_EACH < T::ROWS {
+                    let row = source_row(Share::<L>::row() + $i * Self::LEFT_EACH);
+                    self.rows[$i] = a.skip(row as usize * a_stride as usize);
+                }
             };
         }
         row!(0);
@@ -368,20 +318,20 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
         row!(6);
         row!(7);
         let blocks = self.problem.blocks() as usize;
-        self.scale_at = self.next_scale_row.max(0) as usize * blocks;
-        self.scale_bytes = if self.next_scale_row >= 0 { 4 } else { 0 };
-
-        let resident = self.problem.is_resident(item.expert);
-        let column = item.column * T::COLUMNS + T::column(Share::<R>::row()).1;
-        self.matrix[0] = self.problem.matrix(weights, item.expert);
-        if T::PAIRED {
-            self.matrix[1] = self.problem.matrix(second[0], item.expert);
+        if FOLD == 64 {
+            self.row_scales = a_scale.skip(source_row(thread_idx()) as usize * blocks);
         }
-        self.right_at = column as usize * k as usize + Share::<R>::element() as usize;
+
+        let first = self.problem.matrix(weights, item.expert);
+        let second_matrix = if T::PAIRED { self.problem.matrix(second[0], item.expert) } else { first };
         macro_rules! column {
             ($i:literal) => {
-                let exists = resident && column + Self::right_piece($i).1 < n;
-                self.right_there[$i] = if exists { u32::MAX } else { 0 };
+                if $i * Self::RIGHT_EACH < T::RIGHT_ROWS {
+                    let (product, column) = T::column(Share::<R>::row() + $i * Self::RIGHT_EACH);
+                    let column = item.column * T::COLUMNS + column;
+                    let matrix = if product == 0 { first } else { second_matrix };
+                    self.columns[$i] = matrix.skip(if column < n { column as usize * k as usize } else { 0 });
+                }
             };
         }
         column!(0);
@@ -394,11 +344,9 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
         column!(7);
         if FOLD != 0 {
             let table = if T::PAIRED && thread_idx() == 1 { second[1] } else { scales };
-            self.scales = self.problem.block_scales(table, item.expert);
-            self.block_at = (item.column * T::COLUMNS / BLOCK) as usize * blocks;
-            self.block_bytes = if resident { 4 } else { 0 };
+            let row = (item.column * T::COLUMNS / BLOCK) as usize;
+            self.scales = self.problem.block_scales(table, item.expert).skip(row * blocks);
         }
-        self.look_ahead();
     }
 
     /// Starts copying the next stage into the next place of the ring. Nothing behind the last item. The second stage of a pair may
@@ -407,16 +355,16 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
     pub fn copy(&mut self) {
         if self.stage < self.stages {
             let base = self.slot * Ring::<L, R, T>::STAGE_BYTES;
+            let k0 = self.stage * STAGE_K;
             let exists = self.left > 0;
             let padding = if exists { self.problem.a_stride - self.problem.k } else { 0 };
             let there = Share::<L>::there(self.left + padding);
+            let index = (k0 + Share::<L>::element()) as usize;
             macro_rules! left {
                 ($i:literal) => {
                     if $i * Self::LEFT_EACH < T::ROWS {
                         let row = Share::<L>::row() + $i * Self::LEFT_EACH;
-                        let there = there & self.left_there[$i];
-                        Share::<L>::copy::<ALIGNED>(self.problem.a, self.left_at[$i], there, base, row);
-                        self.left_at[$i] += STAGE_K as usize;
+                        Share::<L>::copy::<ALIGNED>(self.rows[$i], index, there, base, row);
                     }
                 };
             }
@@ -430,15 +378,13 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             left!(7);
 
             let there = Share::<R>::there(self.left);
+            let index = (k0 + Share::<R>::element()) as usize;
             let right = base + Ring::<L, R, T>::LEFT_BYTES;
             macro_rules! right {
                 ($i:literal) => {
                     if $i * Self::RIGHT_EACH < T::RIGHT_ROWS {
                         let row = Share::<R>::row() + $i * Self::RIGHT_EACH;
-                        let (product, column) = Self::right_piece($i);
-                        let matrix = if T::PAIRED && product == 1 { self.matrix[1] } else { self.matrix[0] };
-                        let at = self.right_at + column as usize * self.problem.k as usize;
-                        Share::<R>::copy::<ALIGNED>(matrix, at, there & self.right_there[$i], right, row);
+                        Share::<R>::copy::<ALIGNED>(self.columns[$i], index, there, right, row);
                     }
                 };
             }
@@ -450,27 +396,14 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             right!(5);
             right!(6);
             right!(7);
-            self.right_at += STAGE_K as usize;
 
             let scales = Shared::<f32>::at(base + Ring::<L, R, T>::SCALES_AT, T::ROWS + 4);
-            let block = (self.stage * STAGE_K / BLOCK) as usize;
+            let (block, bytes) = ((k0 / BLOCK) as usize, if exists { 4 } else { 0 });
             if FOLD == 64 && thread_idx() < T::ROWS {
-                copy::async4_zfill(
-                    scales,
-                    thread_idx(),
-                    self.problem.a_scale,
-                    self.scale_at + block,
-                    if exists { self.scale_bytes } else { 0 },
-                );
+                copy::async4_zfill(scales, thread_idx(), self.row_scales, block, bytes);
             }
             if FOLD != 0 && thread_idx() < if T::PAIRED { 2 } else { 1 } {
-                copy::async4_zfill(
-                    scales,
-                    T::ROWS + thread_idx(),
-                    self.scales,
-                    self.block_at + block,
-                    self.block_bytes,
-                );
+                copy::async4_zfill(scales, T::ROWS + thread_idx(), self.scales, block, bytes);
             }
 
             self.slot = if self.slot + 1 == T::STAGES { 0 } else { self.slot + 1 };

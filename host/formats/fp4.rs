@@ -1,13 +1,14 @@
-//! NVFP4 expert weights: E2M1 codes, one E4M3 scale per 16 consecutive k, one f32 scale per matrix.
+//! Expert weights in four bits: E2M1 codes with block scales. NVFP4 has one E4M3 scale per 16 consecutive k and one f32 scale per
+//! matrix, MXFP4 one E8M0 scale per 32 consecutive k.
 
 use std::borrow::Cow;
 
 use rayon::prelude::*;
 
 use super::scales::{LinearScales, SwizzledScales, product, write_swizzled};
-use super::{NVFP4_BLOCK, e2m1, e4m3, float16};
+use super::{e2m1, e4m3, e8m0, float16};
 use crate::error::{Error, Result, check_len};
-use crate::types::LayerShape;
+use crate::types::{LayerShape, WeightFormat};
 
 /// Most experts of a layer.
 pub const MAX_EXPERTS: usize = 4096;
@@ -32,16 +33,14 @@ impl ExpertShape {
         LayerShape { hidden, intermediate, output, experts, top_k }
     }
 
-    /// Checks the limits of NVFP4: 1..=4096 experts, `hidden` and `intermediate` positive multiples of 16, `output`
-    /// positive, buffers that fit 64 bits. The error names the dimension.
-    pub fn check_nvfp4(&self) -> Result<()> {
+    /// Checks the limits of a format: 1..=4096 experts, `hidden` and `intermediate` positive multiples of its block,
+    /// `output` positive, buffers that fit 64 bits. The error names the dimension.
+    pub fn check(&self, format: WeightFormat) -> Result<()> {
         if !(1..=MAX_EXPERTS).contains(&self.experts) {
             return Err(Error::argument("experts", self.experts, format!("1 to {MAX_EXPERTS} needed")));
         }
         for (name, value) in [("hidden", self.hidden), ("intermediate", self.intermediate)] {
-            if value == 0 || !value.is_multiple_of(NVFP4_BLOCK) {
-                return Err(Error::argument(name, value, format!("a positive multiple of {NVFP4_BLOCK} is needed")));
-            }
+            check_blocks(name, value, format)?;
         }
         if self.output == 0 {
             return Err(Error::argument("output", 0, "at least 1 needed"));
@@ -117,9 +116,10 @@ impl GlobalScale {
     }
 }
 
-/// One NVFP4 matrix as checkpoints store it.
+/// One matrix as checkpoints store it.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Nvfp4Matrix<'a> {
+pub struct Fp4Matrix<'a> {
+    format: WeightFormat,
     rows: usize,
     cols: usize,
     codes: Cow<'a, [u8]>,
@@ -127,8 +127,9 @@ pub struct Nvfp4Matrix<'a> {
     global: GlobalScale,
 }
 
-impl<'a> Nvfp4Matrix<'a> {
-    /// Takes `rows` x `cols`/2 bytes of codes (low nibble = even column), `rows` x `cols`/16 scales and the global scale.
+impl<'a> Fp4Matrix<'a> {
+    /// An NVFP4 matrix from `rows` x `cols`/2 bytes of codes (low nibble = even column), `rows` x `cols`/16 scales and the
+    /// global scale.
     pub fn new(
         rows: usize,
         cols: usize,
@@ -136,19 +137,32 @@ impl<'a> Nvfp4Matrix<'a> {
         scales: LinearScales<'a>,
         global: GlobalScale,
     ) -> Result<Self> {
-        if cols == 0 || !cols.is_multiple_of(NVFP4_BLOCK) {
-            return Err(Error::argument("cols", cols, format!("a positive multiple of {NVFP4_BLOCK} is needed")));
-        }
-        let codes = codes.into();
-        check_len("codes", codes.len(), product("codes", &[rows, cols / 2])?)?;
-        if (scales.rows(), scales.cols()) != (rows, cols / NVFP4_BLOCK) {
+        Self::checked(Fp4Matrix { format: WeightFormat::Nvfp4, rows, cols, codes: codes.into(), scales, global })
+    }
+
+    /// An MXFP4 matrix from `rows` x `cols`/2 bytes of codes (low nibble = even column) and `rows` x `cols`/32 scales.
+    pub fn mxfp4(rows: usize, cols: usize, codes: impl Into<Cow<'a, [u8]>>, scales: LinearScales<'a>) -> Result<Self> {
+        let global = GlobalScale::Multiplier(1.0);
+        Self::checked(Fp4Matrix { format: WeightFormat::Mxfp4, rows, cols, codes: codes.into(), scales, global })
+    }
+
+    fn checked(self) -> Result<Self> {
+        let Fp4Matrix { format, rows, cols, codes, scales, .. } = &self;
+        check_blocks("cols", *cols, *format)?;
+        check_len("codes", codes.len(), product("codes", &[*rows, cols / 2])?)?;
+        if (scales.rows(), scales.cols()) != (*rows, cols / format.block()) {
             return Err(Error::argument(
                 "scales",
                 format!("{} x {}", scales.rows(), scales.cols()),
-                format!("{rows} x {} needed", cols / NVFP4_BLOCK),
+                format!("{rows} x {} needed", cols / format.block()),
             ));
         }
-        Ok(Self { rows, cols, codes, scales, global })
+        Ok(self)
+    }
+
+    /// Format of codes and scales.
+    pub fn format(&self) -> WeightFormat {
+        self.format
     }
 
     /// Output features.
@@ -171,22 +185,50 @@ impl<'a> Nvfp4Matrix<'a> {
         &self.scales
     }
 
-    /// Scale of the whole matrix.
+    /// Scale of the whole matrix; 1 for MXFP4.
     pub fn global(&self) -> GlobalScale {
         self.global
     }
 
     /// Is one of the block scales NaN?
     pub fn has_nan_scale(&self) -> bool {
-        self.scales.bytes().iter().any(|&byte| e4m3::is_nan(byte))
+        self.scales.bytes().iter().any(|&byte| match self.format {
+            WeightFormat::Nvfp4 => e4m3::is_nan(byte),
+            WeightFormat::Mxfp4 => byte == e8m0::NAN,
+        })
+    }
+
+    /// The matrix of the even rows and that of the odd rows: gate and up where a checkpoint interleaves them, as gpt-oss does.
+    /// An error names `rows` if they are odd.
+    pub fn split_interleaved(&self) -> Result<[Fp4Matrix<'static>; 2]> {
+        if !self.rows.is_multiple_of(2) {
+            return Err(Error::argument("rows", self.rows, "an even number, gate and up by turns"));
+        }
+        let rows = self.rows / 2;
+        let pick = |bytes: &[u8], width: usize, first: usize| {
+            bytes.chunks_exact(width).skip(first).step_by(2).flatten().copied().collect::<Vec<u8>>()
+        };
+        let half = |first: usize| {
+            let scales = pick(self.scales.bytes(), self.scales.cols(), first);
+            Ok(Fp4Matrix {
+                rows,
+                codes: pick(&self.codes, self.cols / 2, first).into(),
+                scales: LinearScales::new("scales", rows, self.scales.cols(), scales)?,
+                ..*self
+            })
+        };
+        Ok([half(0)?, half(1)?])
     }
 
     /// f32 weights [rows, cols]: code·(scale·multiplier) or code·(scale/divisor), the bits of the convention's own tool
-    /// (but for the code of -0, which ModelOpt turns into +0). A NaN scale gives 0x7FFFFFFF.
+    /// (but for the code of -0, which ModelOpt turns into +0); code·scale for MXFP4. A NaN scale gives 0x7FFFFFFF.
     pub fn dequantize(&self) -> Vec<f32> {
         let mut out = Vec::with_capacity(self.rows * self.cols);
-        for (block, &scale) in self.codes.chunks_exact(NVFP4_BLOCK / 2).zip(self.scales.bytes()) {
-            let scale = self.global.apply(scale);
+        for (block, &scale) in self.codes.chunks_exact(self.format.block() / 2).zip(self.scales.bytes()) {
+            let scale = match self.format {
+                WeightFormat::Nvfp4 => self.global.apply(scale),
+                WeightFormat::Mxfp4 => e8m0::decode(scale),
+            };
             for &byte in block {
                 let (even, odd) = e2m1::unpack(byte);
                 out.extend([even, odd].map(|code| float16::canonical_f32(e2m1::decode(code) * scale)));
@@ -200,56 +242,73 @@ impl<'a> Nvfp4Matrix<'a> {
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExpertTensors<'a> {
     /// [I, K].
-    pub gate: Nvfp4Matrix<'a>,
+    pub gate: Fp4Matrix<'a>,
     /// [I, K].
-    pub up: Nvfp4Matrix<'a>,
+    pub up: Fp4Matrix<'a>,
     /// [H, I].
-    pub down: Nvfp4Matrix<'a>,
+    pub down: Fp4Matrix<'a>,
 }
 
-/// The buffers of [`Nvfp4Experts`], by name.
+/// The buffers of [`Fp4Experts`], by name.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Nvfp4Buffers {
+pub struct Fp4Buffers {
+    /// Format of codes and scales.
+    pub format: WeightFormat,
     /// Codes of up and gate, [E, 2I, K/2]: rows 0..I are up, I..2I gate; the low nibble is the even k.
     pub w13: Vec<u8>,
-    /// Block scales of w13: 2I rows, K/16 columns.
+    /// Block scales of w13: 2I rows, K/block columns.
     pub s13: SwizzledScales,
-    /// Global scales of w13 as multipliers: `[e][0]` of up, `[e][1]` of gate.
+    /// Global scales of w13 as multipliers: `[e][0]` of up, `[e][1]` of gate. All 1 for MXFP4.
     pub alpha1: Vec<[f32; 2]>,
+    /// Biases of up and gate, [E, 2I] in the order of the rows of w13.
+    pub b13: Option<Vec<f32>>,
     /// Codes of down, [E, H, I/2].
     pub w2: Vec<u8>,
-    /// Block scales of w2: H rows, I/16 columns.
+    /// Block scales of w2: H rows, I/block columns.
     pub s2: SwizzledScales,
-    /// Global scales of w2 as multipliers, `[E]`.
+    /// Global scales of w2 as multipliers, `[E]`. All 1 for MXFP4.
     pub alpha2: Vec<f32>,
+    /// Biases of down, [E, H].
+    pub b2: Option<Vec<f32>>,
 }
 
-/// NVFP4 weights of a layer's routed experts, checked, in the layout that kernels read.
+/// Weights of a layer's routed experts, checked, in the layout that kernels read.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Nvfp4Experts {
+pub struct Fp4Experts {
     shape: ExpertShape,
-    buffers: Nvfp4Buffers,
+    buffers: Fp4Buffers,
 }
 
-impl Nvfp4Experts {
-    /// Checks the shape (see [`ExpertShape::check_nvfp4`]), the length of each buffer and that the alphas are finite.
-    /// An alpha of 0 is a dead expert and legal. Errors name the dimension or the buffer, and list every bad expert.
-    pub fn new(shape: ExpertShape, buffers: Nvfp4Buffers) -> Result<Self> {
-        shape.check_nvfp4()?;
+impl Fp4Experts {
+    /// Checks the shape (see [`ExpertShape::check`]), the length of each buffer and that alphas and biases are finite.
+    /// An alpha of 0 is a dead expert and legal; those of MXFP4 are 1. Errors name the dimension or the buffer, and list every
+    /// bad expert.
+    pub fn new(shape: ExpertShape, buffers: Fp4Buffers) -> Result<Self> {
+        let Fp4Buffers { format, w13, s13, alpha1, b13, w2, s2, alpha2, b2 } = &buffers;
+        shape.check(*format)?;
         let ExpertShape { experts, hidden, intermediate, output } = shape;
-        check_len("w13", buffers.w13.len(), shape.w13_len()?)?;
-        check_scales("s13", &buffers.s13, [experts, 2 * intermediate, hidden / NVFP4_BLOCK])?;
-        check_len("alpha1", buffers.alpha1.len(), experts)?;
-        check_len("w2", buffers.w2.len(), shape.w2_len()?)?;
-        check_scales("s2", &buffers.s2, [experts, output, intermediate / NVFP4_BLOCK])?;
-        check_len("alpha2", buffers.alpha2.len(), experts)?;
-        check_alphas("alpha1", &buffers.alpha1)?;
-        check_alphas("alpha2", &buffers.alpha2.iter().map(|&alpha| [alpha]).collect::<Vec<_>>())?;
+        check_len("w13", w13.len(), shape.w13_len()?)?;
+        check_scales("s13", s13, [experts, 2 * intermediate, hidden / format.block()])?;
+        check_len("alpha1", alpha1.len(), experts)?;
+        check_len("w2", w2.len(), shape.w2_len()?)?;
+        check_scales("s2", s2, [experts, output, intermediate / format.block()])?;
+        check_len("alpha2", alpha2.len(), experts)?;
+        check_alphas(*format, "alpha1", alpha1)?;
+        check_alphas(*format, "alpha2", &alpha2.iter().map(|&alpha| [alpha]).collect::<Vec<_>>())?;
+        check_biases("b13", b13.as_deref(), experts, 2 * intermediate)?;
+        check_biases("b2", b2.as_deref(), experts, output)?;
         Ok(Self { shape, buffers })
     }
 
-    /// Packs experts as checkpoints store them. All need the shapes of the first, and global scales that are finite and
-    /// positive; each half of w13 keeps its own.
+    /// The same experts with biases: `b13` [E, 2I], of up and then of gate (see [`up_gate_biases`] for interleaved ones), and
+    /// `b2` [E, H].
+    pub fn with_biases(mut self, b13: Option<Vec<f32>>, b2: Option<Vec<f32>>) -> Result<Self> {
+        (self.buffers.b13, self.buffers.b2) = (b13, b2);
+        Self::new(self.shape, self.buffers)
+    }
+
+    /// Packs experts as checkpoints store them, without biases. All need the shapes and the format of the first, and global
+    /// scales that are finite and positive; each half of w13 keeps its own.
     pub fn pack(experts: &[ExpertTensors<'_>]) -> Result<Self> {
         let first = experts.first().ok_or_else(|| Error::argument("experts", 0, "at least 1 needed"))?;
         let shape = ExpertShape {
@@ -258,7 +317,8 @@ impl Nvfp4Experts {
             intermediate: first.gate.rows,
             output: first.down.rows,
         };
-        shape.check_nvfp4()?;
+        let format = first.gate.format;
+        shape.check(format)?;
         let ExpertShape { hidden, intermediate, output, .. } = shape;
         for (name, part, needed) in [
             ("gate", (|e| &e.gate) as Part, (intermediate, hidden)),
@@ -276,6 +336,11 @@ impl Nvfp4Experts {
                 );
                 return Err(Error::Experts { name, experts: wrong, problem });
             }
+            let wrong = indices_where(experts, |e| part(e).format != format);
+            if !wrong.is_empty() {
+                let problem = format!("not {format} as expert 0's gate");
+                return Err(Error::Experts { name, experts: wrong, problem });
+            }
             check_global_scales(name, experts.iter().map(|e| part(e).global))?;
         }
 
@@ -289,16 +354,16 @@ impl Nvfp4Experts {
         w2.par_chunks_mut(output * (intermediate / 2)).zip(experts).for_each(|(out, expert)| {
             out.copy_from_slice(&expert.down.codes);
         });
-        let mut s13 = SwizzledScales::zeroed("s13", experts.len(), 2 * intermediate, hidden / NVFP4_BLOCK)?;
+        let mut s13 = SwizzledScales::zeroed("s13", experts.len(), 2 * intermediate, hidden / format.block())?;
         s13.experts_mut().zip(experts).for_each(|(out, expert)| {
             write_swizzled(out, 0, &expert.up.scales);
             write_swizzled(out, intermediate, &expert.gate.scales);
         });
-        let mut s2 = SwizzledScales::zeroed("s2", experts.len(), output, intermediate / NVFP4_BLOCK)?;
+        let mut s2 = SwizzledScales::zeroed("s2", experts.len(), output, intermediate / format.block())?;
         s2.experts_mut().zip(experts).for_each(|(out, expert)| write_swizzled(out, 0, &expert.down.scales));
         let alpha1 = experts.iter().map(|e| [e.up.global.multiplier(), e.gate.global.multiplier()]).collect();
         let alpha2 = experts.iter().map(|e| e.down.global.multiplier()).collect();
-        Self::new(shape, Nvfp4Buffers { w13, s13, alpha1, w2, s2, alpha2 })
+        Self::new(shape, Fp4Buffers { format, w13, s13, alpha1, b13: None, w2, s2, alpha2, b2: None })
     }
 
     /// Dimensions.
@@ -306,12 +371,17 @@ impl Nvfp4Experts {
         self.shape
     }
 
+    /// Format of codes and scales.
+    pub fn format(&self) -> WeightFormat {
+        self.buffers.format
+    }
+
     /// Codes of up and gate, [E, 2I, K/2]: rows 0..I are up, I..2I gate; the low nibble is the even k.
     pub fn w13(&self) -> &[u8] {
         &self.buffers.w13
     }
 
-    /// Block scales of w13: 2I rows, K/16 columns.
+    /// Block scales of w13: 2I rows, K/block columns.
     pub fn s13(&self) -> &SwizzledScales {
         &self.buffers.s13
     }
@@ -326,7 +396,7 @@ impl Nvfp4Experts {
         &self.buffers.w2
     }
 
-    /// Block scales of w2: H rows, I/16 columns.
+    /// Block scales of w2: H rows, I/block columns.
     pub fn s2(&self) -> &SwizzledScales {
         &self.buffers.s2
     }
@@ -336,13 +406,29 @@ impl Nvfp4Experts {
         &self.buffers.alpha2
     }
 
-    /// The buffers, for example to change one and check again with [`Nvfp4Experts::new`].
-    pub fn into_buffers(self) -> Nvfp4Buffers {
+    /// Biases of up and gate, [E, 2I].
+    pub fn b13(&self) -> Option<&[f32]> {
+        self.buffers.b13.as_deref()
+    }
+
+    /// Biases of down, [E, H].
+    pub fn b2(&self) -> Option<&[f32]> {
+        self.buffers.b2.as_deref()
+    }
+
+    /// Whether these weights can be used with f16 activations; see [`check_f16_scales`].
+    pub fn check_f16(&self) -> Result<()> {
+        check_f16_scales(self.format(), "s13", self.s13())?;
+        check_f16_scales(self.format(), "s2", self.s2())
+    }
+
+    /// The buffers, for example to change one and check again with [`Fp4Experts::new`].
+    pub fn into_buffers(self) -> Fp4Buffers {
         self.buffers
     }
 
-    /// One expert as checkpoints store it, with multipliers: the inverse of [`Nvfp4Experts::pack`] but for the
-    /// convention. Panics if there is no such expert, as indexing does.
+    /// One expert as checkpoints store it, with multipliers and without biases: the inverse of [`Fp4Experts::pack`] but for
+    /// the convention. Panics if there is no such expert, as indexing does.
     pub fn unpack(&self, expert: usize) -> ExpertTensors<'_> {
         let ExpertShape { hidden, intermediate, output, .. } = self.shape;
         let half = intermediate * (hidden / 2);
@@ -351,18 +437,21 @@ impl Nvfp4Experts {
         let s13 = self.s13().unswizzle(expert).bytes().to_vec();
         let (up_scales, gate_scales) = s13.split_at(s13.len() / 2);
         let [up_alpha, gate_alpha] = self.alpha1()[expert];
-        let half_matrix = |codes, scales: &[u8], alpha| Nvfp4Matrix {
+        let format = self.format();
+        let half_matrix = |codes, scales: &[u8], alpha| Fp4Matrix {
+            format,
             rows: intermediate,
             cols: hidden,
             codes: Cow::Borrowed(codes),
-            scales: LinearScales::new("s13", intermediate, hidden / NVFP4_BLOCK, scales.to_vec())
+            scales: LinearScales::new("s13", intermediate, hidden / format.block(), scales.to_vec())
                 .expect("half of an expert's scales"),
             global: GlobalScale::Multiplier(alpha),
         };
         ExpertTensors {
             up: half_matrix(&w13[..half], up_scales, up_alpha),
             gate: half_matrix(&w13[half..], gate_scales, gate_alpha),
-            down: Nvfp4Matrix {
+            down: Fp4Matrix {
+                format,
                 rows: output,
                 cols: intermediate,
                 codes: Cow::Borrowed(&self.w2()[expert * down_len..][..down_len]),
@@ -374,7 +463,7 @@ impl Nvfp4Experts {
 }
 
 /// Picks one matrix of an expert.
-type Part = for<'e, 'a> fn(&'e ExpertTensors<'a>) -> &'e Nvfp4Matrix<'a>;
+type Part = for<'e, 'a> fn(&'e ExpertTensors<'a>) -> &'e Fp4Matrix<'a>;
 
 /// Weight-only alphas from the processed ones that serving engines keep, `weight_scale_2`·`input_scale`: the quotient.
 ///
@@ -389,7 +478,7 @@ pub fn alphas_from_processed(processed: &[f32], input_scale: &[f32]) -> Result<V
         return Err(Error::Experts { name: "input_scale", experts: wrong, problem });
     }
     let alphas: Vec<f32> = processed.iter().zip(input_scale).map(|(alpha, scale)| alpha / scale).collect();
-    check_alphas("alpha", &alphas.iter().map(|&alpha| [alpha]).collect::<Vec<_>>())?;
+    check_alphas(WeightFormat::Nvfp4, "alpha", &alphas.iter().map(|&alpha| [alpha]).collect::<Vec<_>>())?;
     Ok(alphas)
 }
 
@@ -405,13 +494,72 @@ fn check_global_scales(matrix: &str, scales: impl Iterator<Item = GlobalScale>) 
     })
 }
 
-fn check_alphas<const N: usize>(name: &'static str, alphas: &[[f32; N]]) -> Result<()> {
-    let wrong = indices_where(alphas, |alpha| alpha.iter().any(|value| !value.is_finite()));
+fn check_alphas<const N: usize>(format: WeightFormat, name: &'static str, alphas: &[[f32; N]]) -> Result<()> {
+    let (right, needed): (fn(f32) -> bool, _) = match format {
+        WeightFormat::Nvfp4 => (f32::is_finite, "finite numbers"),
+        WeightFormat::Mxfp4 => (|value| value == 1.0, "1 for MXFP4"),
+    };
+    let wrong = indices_where(alphas, |alpha| !alpha.iter().all(|&value| right(value)));
     if wrong.is_empty() {
         return Ok(());
     }
     let values: Vec<[f32; N]> = wrong.iter().map(|&e| alphas[e]).collect();
-    Err(Error::Experts { name, experts: wrong, problem: format!("{values:?}, finite numbers needed") })
+    Err(Error::Experts { name, experts: wrong, problem: format!("{values:?}, {needed} needed") })
+}
+
+fn check_biases(name: &'static str, biases: Option<&[f32]>, experts: usize, width: usize) -> Result<()> {
+    let Some(biases) = biases else { return Ok(()) };
+    check_len(name, biases.len(), product(name, &[experts, width])?)?;
+    let rows: Vec<&[f32]> = biases.chunks_exact(width).collect();
+    let wrong = indices_where(&rows, |row| !row.iter().all(|bias| bias.is_finite()));
+    if wrong.is_empty() {
+        return Ok(());
+    }
+    Err(Error::Experts { name, experts: wrong, problem: "NaN or infinite, finite numbers needed".into() })
+}
+
+/// `Err` naming `name` and every expert with a block scale under which f16 does not hold all codes exactly: 2^-23 to 2^13 are
+/// needed ([`e8m0::EXACT_IN_F16`]; a NaN stays NaN). NVFP4 has no such scales. Padding does not count.
+pub fn check_f16_scales(format: WeightFormat, name: &'static str, scales: &SwizzledScales) -> Result<()> {
+    if format == WeightFormat::Nvfp4 {
+        return Ok(());
+    }
+    let outside = |byte: u8| byte != e8m0::NAN && !e8m0::EXACT_IN_F16.contains(&byte);
+    let found: Vec<Option<u8>> = (0..scales.experts())
+        .into_par_iter()
+        .map(|expert| scales.unswizzle(expert).bytes().iter().copied().find(|&byte| outside(byte)))
+        .collect();
+    let wrong = indices_where(&found, Option::is_some);
+    let Some(byte) = wrong.first().and_then(|&expert| found[expert]) else { return Ok(()) };
+    let problem = format!(
+        "a scale of 2^{}: f16 activations need 2^-23 to 2^13, bf16 activations take every scale",
+        i32::from(byte) - 127
+    );
+    Err(Error::Experts { name, experts: wrong, problem })
+}
+
+/// The biases of up and gate as [`Fp4Buffers::b13`] has them, from the interleaved ones of gpt-oss: [E, 2I] with gate at even and up
+/// at odd places.
+pub fn up_gate_biases(interleaved: &[f32], experts: usize, intermediate: usize) -> Result<Vec<f32>> {
+    check_len("interleaved", interleaved.len(), product("interleaved", &[experts, 2, intermediate])?)?;
+    let halves = |expert: &[f32]| {
+        let of = |first: usize| expert.iter().copied().skip(first).step_by(2).collect::<Vec<f32>>();
+        [of(1), of(0)].concat()
+    };
+    Ok(interleaved.chunks_exact((2 * intermediate).max(1)).flat_map(halves).collect())
+}
+
+/// `Err` naming `name` unless `value` is a positive multiple of the format's block.
+fn check_blocks(name: &'static str, value: usize, format: WeightFormat) -> Result<()> {
+    let block = format.block();
+    if value == 0 || !value.is_multiple_of(block) {
+        return Err(Error::argument(
+            name,
+            value,
+            format!("a positive multiple of {block} is needed for {format} weights"),
+        ));
+    }
+    Ok(())
 }
 
 fn check_scales(name: &'static str, scales: &SwizzledScales, needed: [usize; 3]) -> Result<()> {

@@ -1,5 +1,5 @@
-//! The routed experts of one MoE layer with NVFP4 weights and 16-bit activations:
-//! `route_prep`, FC1 with SwiGLU, FC2, combine.
+//! The routed experts of one MoE layer with NVFP4 or MXFP4 weights and 16-bit activations:
+//! `route_prep`, FC1 with what joins gate and up, FC2, combine.
 //!
 //! Every sum of products walks k in instructions of 16 ([`mma::mma16`]). In the order `seed` a row is consumed in chunks
 //! of 128 k; instruction j (0..8) of chunk c takes k = 128c + 32t + 4j + {0,1,2,3} for t = 0..4. A last chunk that K does
@@ -16,26 +16,32 @@ use rayon::prelude::*;
 use super::math;
 use super::mma::{self, LANES, Operand, Row, STEP, Tile};
 use crate::error::{Error, Result, check_len};
-use crate::{Activation, LayerOptions, LayerShape, Order, XType};
+use crate::{Activation, LayerOptions, LayerShape, Order, WeightFormat, XType};
 
-/// Weights of all experts of a layer, borrowed. Codes are e2m1, two a byte, even k in the low nibble; scales are e4m3,
-/// one per 16 consecutive k, in the 128x4 swizzle, padded once per expert to 128 rows and 4 columns.
+/// Weights of all experts of a layer, borrowed. Codes are e2m1, two a byte, even k in the low nibble; scales (NVFP4: e4m3, one
+/// per 16 consecutive k; MXFP4: e8m0, one per 32) lie in the 128x4 swizzle, padded once per expert to 128 rows and 4 columns.
 #[derive(Clone, Copy, Debug)]
-pub struct Nvfp4View<'a> {
+pub struct Fp4View<'a> {
     /// Sizes.
     pub shape: LayerShape,
+    /// Format of codes and scales.
+    pub format: WeightFormat,
     /// Codes [E, 2I, K/2]: rows 0..I are up, I..2I gate.
     pub w13: &'a [u8],
-    /// Scales of `w13`: E times `swizzled_len(2I, K/16)` bytes.
+    /// Scales of `w13`: E times `swizzled_len(2I, K/block)` bytes.
     pub s13: &'a [u8],
     /// Global scales of `w13`, [E][up, gate]. Finite; 0 is legal.
     pub alpha1: &'a [[f32; 2]],
+    /// Biases [E, 2I] of up and gate, which are added after the global scales.
+    pub b13: Option<&'a [f32]>,
     /// Codes [E, H, I/2].
     pub w2: &'a [u8],
-    /// Scales of `w2`: E times `swizzled_len(H, I/16)` bytes.
+    /// Scales of `w2`: E times `swizzled_len(H, I/block)` bytes.
     pub s2: &'a [u8],
     /// Global scales of `w2`, `[E]`. Finite; 0 is legal.
     pub alpha2: &'a [f32],
+    /// Biases [E, H].
+    pub b2: Option<&'a [f32]>,
 }
 
 /// What one forward pass is given.
@@ -84,10 +90,11 @@ pub struct LayerResult {
 /// Largest hidden size, intermediate size and output width: keeps every product of sizes within 64 bits.
 const MAX_SIZE: usize = 1 << 30;
 
-impl Nvfp4View<'_> {
+impl Fp4View<'_> {
     /// `Err` naming the first argument that is outside its limits or of the wrong length.
     pub fn check(&self) -> Result<()> {
         let LayerShape { hidden, intermediate, output, experts, top_k } = self.shape;
+        let block = self.format.block();
         if !(1..=4096).contains(&experts) {
             return Err(Error::argument("experts", experts, "1..=4096"));
         }
@@ -95,8 +102,8 @@ impl Nvfp4View<'_> {
             return Err(Error::argument("top_k", top_k, "1..=32"));
         }
         for (name, size) in [("hidden", hidden), ("intermediate", intermediate)] {
-            if size == 0 || !size.is_multiple_of(16) || size > MAX_SIZE {
-                return Err(Error::argument(name, size, format!("a multiple of 16 in 16..={MAX_SIZE}")));
+            if size == 0 || !size.is_multiple_of(block) || size > MAX_SIZE {
+                return Err(Error::argument(name, size, format!("a multiple of {block} in {block}..={MAX_SIZE}")));
             }
         }
         if !(1..=MAX_SIZE).contains(&output) {
@@ -106,23 +113,58 @@ impl Nvfp4View<'_> {
             each.checked_mul(experts).ok_or_else(|| Error::argument(name, each, "a buffer that fits the address space"))
         };
         check_len("w13", self.w13.len(), all("w13", 2 * intermediate * (hidden / 2))?)?;
-        check_len("s13", self.s13.len(), all("s13", swizzled_len(2 * intermediate, hidden / 16))?)?;
+        check_len("s13", self.s13.len(), all("s13", swizzled_len(2 * intermediate, hidden / block))?)?;
         check_len("alpha1", self.alpha1.len(), experts)?;
         check_len("w2", self.w2.len(), all("w2", output * (intermediate / 2))?)?;
-        check_len("s2", self.s2.len(), all("s2", swizzled_len(output, intermediate / 16))?)?;
+        check_len("s2", self.s2.len(), all("s2", swizzled_len(output, intermediate / block))?)?;
         check_len("alpha2", self.alpha2.len(), experts)?;
         check_finite("alpha1", self.alpha1.iter().map(|alpha| alpha.as_slice()))?;
-        check_finite("alpha2", self.alpha2.iter().map(std::slice::from_ref))
+        check_finite("alpha2", self.alpha2.iter().map(std::slice::from_ref))?;
+        if let Some(b13) = self.b13 {
+            check_len("b13", b13.len(), all("b13", 2 * intermediate)?)?;
+            check_finite("b13", b13.chunks(2 * intermediate))?;
+        }
+        if let Some(b2) = self.b2 {
+            check_len("b2", b2.len(), all("b2", output)?)?;
+            check_finite("b2", b2.chunks(output))?;
+        }
+        Ok(())
+    }
+
+    /// `Err` naming `format` where `options` are for another one, and naming `s13` or `s2` where activations are f16 and a block
+    /// scale is outside 2^-23 to 2^13, so that f16 does not hold its products. A NaN is no such scale.
+    pub(super) fn check_with(&self, options: &LayerOptions) -> Result<()> {
+        check_options(options)?;
+        if options.format != self.format {
+            return Err(Error::argument("format", options.format, format!("{}, the weights' own", self.format)));
+        }
+        if (self.format, options.activation) != (WeightFormat::Mxfp4, Activation::F16) {
+            return Ok(());
+        }
+        let LayerShape { experts, intermediate, output, .. } = self.shape;
+        for (name, rows) in [("s13", 2 * intermediate), ("s2", output)] {
+            let bad = |&expert: &usize| {
+                let matrix = if name == "s13" { self.fc1(expert) } else { self.fc2(expert) };
+                let bytes = matrix.scale_bytes(rows);
+                bytes.into_iter().any(|byte| byte != 0xff && !(-23..=13).contains(&(i32::from(byte) - 127)))
+            };
+            let experts = (0..experts).filter(bad).collect::<Vec<_>>();
+            if !experts.is_empty() {
+                let problem = "a block scale outside 2^-23 to 2^13, which f16 activations do not allow".into();
+                return Err(Error::Experts { name, experts, problem });
+            }
+        }
+        Ok(())
     }
 
     /// One expert's w13.
     pub(super) fn fc1(&self, expert: usize) -> Matrix<'_> {
-        Matrix::of_expert(self.w13, self.s13, expert, 2 * self.shape.intermediate, self.shape.hidden)
+        Matrix::of_expert(self.format, self.w13, self.s13, expert, 2 * self.shape.intermediate, self.shape.hidden)
     }
 
     /// One expert's w2.
     pub(super) fn fc2(&self, expert: usize) -> Matrix<'_> {
-        Matrix::of_expert(self.w2, self.s2, expert, self.shape.output, self.shape.intermediate)
+        Matrix::of_expert(self.format, self.w2, self.s2, expert, self.shape.output, self.shape.intermediate)
     }
 }
 
@@ -140,12 +182,7 @@ fn check_finite<'a>(name: &'static str, alphas: impl Iterator<Item = &'a [f32]>)
 }
 
 pub(super) fn check_options(options: &LayerOptions) -> Result<()> {
-    match options.limit {
-        Some(limit) if limit.is_nan() || limit <= 0.0 => {
-            Err(Error::argument("limit", limit, "a value > 0, or None for no clamp"))
-        }
-        _ => Ok(()),
-    }
+    options.gating.check()
 }
 
 impl LayerInputs<'_> {
@@ -258,28 +295,46 @@ pub fn route_prep(topk_ids: &[i32], top_k: usize, experts: usize) -> Result<Rout
     Ok(route)
 }
 
-/// One expert's weight matrix: rows of `cols` codes with a scale per 16.
+/// One expert's weight matrix: rows of `cols` codes with a scale per block.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix<'a> {
+    weights: WeightFormat,
     codes: &'a [u8],
     scales: &'a [u8],
     cols: usize,
 }
 
 impl<'a> Matrix<'a> {
-    fn of_expert(codes: &'a [u8], scales: &'a [u8], expert: usize, rows: usize, cols: usize) -> Self {
-        let (codes_len, scales_len) = (rows * (cols / 2), swizzled_len(rows, cols / 16));
+    fn of_expert(
+        weights: WeightFormat,
+        codes: &'a [u8],
+        scales: &'a [u8],
+        expert: usize,
+        rows: usize,
+        cols: usize,
+    ) -> Self {
+        let (codes_len, scales_len) = (rows * (cols / 2), swizzled_len(rows, cols / weights.block()));
         Matrix {
+            weights,
             codes: &codes[expert * codes_len..][..codes_len],
             scales: &scales[expert * scales_len..][..scales_len],
             cols,
         }
     }
 
-    /// What the sixteen codes of (row, block) stand for.
+    fn scale(&self, row: usize, block: usize) -> u8 {
+        self.scales[swizzled_offset(row, block, padded_cols(self.cols / self.weights.block()))]
+    }
+
+    /// The scales of the first `rows` rows.
+    fn scale_bytes(&self, rows: usize) -> Vec<u8> {
+        let blocks = self.cols / self.weights.block();
+        (0..rows * blocks).map(|i| self.scale(i / blocks, i % blocks)).collect()
+    }
+
+    /// What the sixteen codes stand for in (row, block).
     fn block(&self, table: &'static WeightTable, row: usize, block: usize) -> &'static [Operand; 16] {
-        let scale = self.scales[swizzled_offset(row, block, padded_cols(self.cols / 16))];
-        &table.weights[usize::from(scale)]
+        &table.weights[usize::from(self.scale(row, block))]
     }
 
     fn code(&self, row: usize, k: usize) -> usize {
@@ -287,40 +342,60 @@ impl<'a> Matrix<'a> {
         usize::from(if k.is_multiple_of(2) { byte & 15 } else { byte >> 4 })
     }
 
+    fn table(&self, format: Activation) -> &'static WeightTable {
+        &WEIGHTS[self.weights as usize][format as usize]
+    }
+
     /// One row's weights, k ascending.
     pub(super) fn row(&self, format: Activation, row: usize) -> Vec<f64> {
-        let table = &*WEIGHTS[format as usize];
-        (0..self.cols).map(|k| f64::from(self.block(table, row, k / 16)[self.code(row, k)].value)).collect()
+        let (table, size) = (self.table(format), self.weights.block());
+        (0..self.cols).map(|k| f64::from(self.block(table, row, k / size)[self.code(row, k)].value)).collect()
     }
 
     /// Rows first..first+LANES of the matrix, but none from `end` on, in the order of the instructions.
     fn tile(&self, format: Activation, first: usize, end: usize) -> Tile {
-        let table = &*WEIGHTS[format as usize];
+        let (table, size) = (self.table(format), self.weights.block());
         let blocks: [Vec<_>; LANES] = std::array::from_fn(|lane| {
             let row = first + lane;
-            let blocks = if row < end { self.cols / 16 } else { 0 };
+            let blocks = if row < end { self.cols / size } else { 0 };
             (0..blocks).map(|block| self.block(table, row, block)).collect()
         });
         Tile::new(format, steps(self.cols), |lane, position| {
             let k = seed_k(position);
-            blocks[lane].get(k / 16).map_or(table.zero, |block| block[self.code(first + lane, k)])
+            blocks[lane].get(k / size).map_or(table.zero, |block| block[self.code(first + lane, k)])
         })
     }
 }
 
-/// Every weight there is: the product of each scale byte and each code, which both 16-bit formats hold exactly.
+/// Every weight there is: the product of each scale byte and each code in a 16-bit format.
 struct WeightTable {
     weights: Vec<[Operand; 16]>,
     zero: Operand,
 }
 
-/// By `Activation as usize`.
-static WEIGHTS: [LazyLock<WeightTable>; 2] =
-    [LazyLock::new(|| weight_table(Activation::Bf16)), LazyLock::new(|| weight_table(Activation::F16))];
+/// By `WeightFormat as usize` and `Activation as usize`.
+static WEIGHTS: [[LazyLock<WeightTable>; 2]; 2] = [
+    [
+        LazyLock::new(|| weight_table(WeightFormat::Nvfp4, Activation::Bf16)),
+        LazyLock::new(|| weight_table(WeightFormat::Nvfp4, Activation::F16)),
+    ],
+    [
+        LazyLock::new(|| weight_table(WeightFormat::Mxfp4, Activation::Bf16)),
+        LazyLock::new(|| weight_table(WeightFormat::Mxfp4, Activation::F16)),
+    ],
+];
 
-fn weight_table(format: Activation) -> WeightTable {
+/// A weight is code·scale, of which both are numbers of the 16-bit format, rounded to it to nearest even, subnormals kept. NVFP4's
+/// scales and products are exact in both formats. MXFP4's are in bf16, but for products from 2^128 on, which are infinite; in
+/// f16 a scale outside 2^-24 to 2^15 is 0 or infinite, and products are exact from 2^-23 to 2^13.
+fn weight_table(weights: WeightFormat, format: Activation) -> WeightTable {
     let weight = |scale: u8, code: usize| {
-        let value = math::e2m1(code as u8) * math::e4m3(scale);
+        let scale = match weights {
+            WeightFormat::Nvfp4 => math::e4m3(scale),
+            WeightFormat::Mxfp4 => math::to_f32(format, math::from_f32(format, math::e8m0(scale))),
+        };
+        // Exact in f32, or infinite there too.
+        let value = math::e2m1(code as u8) * scale;
         Operand::decode(format, math::from_f32(format, value))
     };
     WeightTable {
@@ -443,12 +518,13 @@ fn became_infinite(x: f32, x16: u16) -> bool {
     x.is_finite() && x16 & 0x7fff == 0x7c00
 }
 
-/// FC1 and SwiGLU: h [M·top_k, I] in the activation format, and whether on the f16 path a finite element became infinite.
+/// FC1: h [M·top_k, I] in the activation format, and whether on the f16 path a finite element became infinite.
 ///
-/// `x` [M, K] is in the activation format ([`convert_x`]). In f32: `g = alpha1[e][1]·G`, `u = alpha1[e][0]·U`, both
-/// clamped, `h = (g / (1 + exp(-g)))·u`, rounded once. Rows of skipped pairs are 0 and stand for "not computed".
+/// `x` [M, K] is in the activation format ([`convert_x`]). In f32: `g = alpha1[e][1]·G + b13[e][I + i]`,
+/// `u = alpha1[e][0]·U + b13[e][i]` (without biases the product alone), both clamped, h by [`math::gated`], rounded once. Rows
+/// of skipped pairs are 0 and stand for "not computed". Any block scale is taken, also where [`layer`] refuses it.
 pub fn fc1(
-    view: &Nvfp4View<'_>,
+    view: &Fp4View<'_>,
     options: &LayerOptions,
     x: &[u16],
     route: &Route,
@@ -474,12 +550,18 @@ pub fn fc1(
         let up = matrix.tile(format, first, intermediate);
         let gate = matrix.tile(format, intermediate + first, 2 * intermediate);
         let [alpha_up, alpha_gate] = view.alpha1[expert];
+        let biased = |value: f32, row: usize| match view.b13 {
+            Some(b13) => value + b13[expert * 2 * intermediate + row.min(2 * intermediate - 1)],
+            None => value,
+        };
         let rows = pairs.iter().filter_map(|pair| rows_of_x[pair / top_k].as_ref());
         rows.map(|x| {
             let gates = dot(mode, &gate, x, &partials);
             let ups = dot(mode, &up, x, &partials);
             std::array::from_fn(|lane| {
-                let h = math::swiglu(alpha_gate * gates[lane], alpha_up * ups[lane], options.limit);
+                let u = biased(alpha_up * ups[lane], first + lane);
+                let g = biased(alpha_gate * gates[lane], intermediate + first + lane);
+                let h = math::gated(options.gating, g, u);
                 let h16 = math::from_f32(format, h);
                 if format == Activation::F16 && became_infinite(h, h16) {
                     out_of_range.store(true, Ordering::Relaxed);
@@ -492,10 +574,10 @@ pub fn fc1(
     Ok((h, out_of_range.into_inner()))
 }
 
-/// FC2: ypart \[M·top_k, H\], per pair `(alpha2[e]·w)·y` with y one chain over I. Rows of skipped pairs are 0 and stand for
-/// "not computed".
+/// FC2: ypart \[M·top_k, H\], per pair `(alpha2[e]·w)·y` with y one chain over I; with biases `(alpha2[e]·y + b2[e])·w`. Rows of
+/// skipped pairs are 0 and stand for "not computed".
 pub fn fc2(
-    view: &Nvfp4View<'_>,
+    view: &Fp4View<'_>,
     options: &LayerOptions,
     h: &[u16],
     topk_w: &[f32],
@@ -519,8 +601,14 @@ pub fn fc2(
         let tile = view.fc2(expert).tile(format, first, output);
         let rows = pairs.iter().filter_map(|&pair| rows_of_h[pair].as_ref().map(|h| (topk_w[pair], h)));
         rows.map(|(w, h)| {
-            let scale = view.alpha2[expert] * w;
-            dot(mode, &tile, h, &whole).map(|y| math::canonical(scale * y))
+            let alpha = view.alpha2[expert];
+            let y = dot(mode, &tile, h, &whole);
+            std::array::from_fn(|lane| {
+                math::canonical(match view.b2 {
+                    Some(b2) => (alpha * y[lane] + b2[expert * output + (first + lane).min(output - 1)]) * w,
+                    None => (alpha * w) * y[lane],
+                })
+            })
         })
         .collect()
     });
@@ -548,14 +636,9 @@ pub fn combine(ypart: &[f32], output: usize, route: &Route) -> Result<Vec<u16>> 
 }
 
 /// The whole layer. Errors name the argument; nothing is computed then. No tokens give an empty output.
-pub fn layer(
-    view: &Nvfp4View<'_>,
-    options: &LayerOptions,
-    inputs: &LayerInputs<'_>,
-    mode: Mode,
-) -> Result<LayerResult> {
+pub fn layer(view: &Fp4View<'_>, options: &LayerOptions, inputs: &LayerInputs<'_>, mode: Mode) -> Result<LayerResult> {
     view.check()?;
-    check_options(options)?;
+    view.check_with(options)?;
     inputs.check(&view.shape, options.activation)?;
     let route = route_prep(inputs.topk_ids, view.shape.top_k, view.shape.experts)?;
     let (x, x_range) = convert_x(inputs, &view.shape, options.activation, &route)?;
