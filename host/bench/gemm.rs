@@ -163,10 +163,7 @@ pub fn gemm(gpu: &Arc<Gpu>, options: &GemmOptions, mut report: impl FnMut(&GemmR
                         },
                         a: match kernel {
                             GemmKernel::Fp8 | GemmKernel::Bf16 => Activations::Bf16(&a16),
-                            GemmKernel::W8a8 | GemmKernel::W8a8Pm4 => {
-                                Activations::E4m3 { codes: &a8, scales: &a_scales }
-                            }
-                            _ => Activations::Widened { values: &a16, scales: &a_scales },
+                            _ => Activations::E4m3 { codes: &a8, scales: &a_scales },
                         },
                         a_rows,
                         sorted_token_ids: (projection == "gate").then_some(&ids),

@@ -4,12 +4,9 @@ use super::ExpertTable;
 use crate::device::{Buffer, DeviceHandle, ErasedKernel, Grid, launch};
 use crate::error::{Error, Result};
 use cuda_std::kernel::{DeviceRef, Kernel};
-use kernels_gpu::gemm::operand::widened_stride;
 use kernels_gpu::gemm::shape::Shape;
 use kernels_gpu::gemm::tiles::{BLOCK, ITEM_WORDS};
-use kernels_gpu::gemm::{
-    self, Dense, Down, GateUp, Paired1, Paired2, Pm4, bf16, fp8, gateup_silu, w8a8, w8a8_dense, w8a8_wide, widen,
-};
+use kernels_gpu::gemm::{self, Dense, Down, GateUp, Paired1, Paired2, Pm4, bf16, fp8, gateup_silu, w8a8, w8a8_dense};
 
 /// A grouped GEMM by the name of its kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -55,8 +52,7 @@ impl GemmKernel {
     const fn activations(self) -> &'static str {
         match self {
             GemmKernel::Fp8 | GemmKernel::Bf16 => "bf16",
-            GemmKernel::W8a8 | GemmKernel::W8a8Pm4 => "e4m3",
-            GemmKernel::W8a8GateUp | GemmKernel::W8a8Down => "widened e4m3",
+            _ => "e4m3",
         }
     }
 
@@ -97,13 +93,6 @@ pub enum Activations<'a> {
         /// [rows, ceil(k/128)] scales.
         scales: &'a Buffer<f32>,
     },
-    /// e4m3 behind [`widen_e4m3`], for the `_e4m3_` kernels.
-    Widened {
-        /// [rows, widened_stride(k)] f16.
-        values: &'a Buffer<u16>,
-        /// [rows, ceil(k/128)] scales.
-        scales: &'a Buffer<f32>,
-    },
 }
 
 impl Activations<'_> {
@@ -111,7 +100,6 @@ impl Activations<'_> {
         match self {
             Activations::Bf16(_) => "bf16",
             Activations::E4m3 { .. } => "e4m3",
-            Activations::Widened { .. } => "widened e4m3",
         }
     }
 }
@@ -246,10 +234,11 @@ impl GroupedGemm {
         match (self.kernel, self.aligned()) {
             (GemmKernel::Fp8, _) => of::<gemm::Fp8>(gemm::FP8_SHARED_BYTES),
             (GemmKernel::W8a8, _) => of::<Dense>(gemm::w8a8_shared_bytes::<Dense>()),
-            (GemmKernel::W8a8Pm4, _) => of::<Pm4>(gemm::w8a8_shared_bytes::<Pm4>()),
-            (GemmKernel::W8a8GateUp, true) => of::<GateUp>(gemm::wide_shared_bytes::<GateUp>()),
-            (GemmKernel::W8a8Down, true) => of::<Down>(gemm::wide_shared_bytes::<Down>()),
-            (GemmKernel::W8a8GateUp | GemmKernel::W8a8Down, false) => of::<Pm4>(gemm::wide_shared_bytes::<Pm4>()),
+            (GemmKernel::W8a8Pm4, true) => of::<Pm4>(gemm::w8a8_shared_bytes::<Pm4>()),
+            (GemmKernel::W8a8GateUp, true) => of::<GateUp>(gemm::w8a8_shared_bytes::<GateUp>()),
+            (GemmKernel::W8a8Pm4 | GemmKernel::W8a8GateUp | GemmKernel::W8a8Down, _) => {
+                of::<Down>(gemm::w8a8_shared_bytes::<Down>())
+            }
             (GemmKernel::Bf16, _) => of::<gemm::Bf16>(gemm::BF16_SHARED_BYTES),
         }
     }
@@ -275,15 +264,12 @@ impl GroupedGemm {
 
     fn w8a8_kernel(&self) -> Kernel<w8a8::Family> {
         use w8a8::*;
-        if self.aligned() { moe_w8a8_grouped_gemm_pm4 } else { moe_w8a8_grouped_gemm_pm4_narrow }
-    }
-
-    fn wide_kernel(&self) -> Kernel<w8a8_wide::Family> {
-        use w8a8_wide::*;
         match (self.kernel, self.aligned()) {
-            (_, false) => moe_w8a8_grouped_gemm_e4m3_narrow,
+            // Rows that begin anywhere have one kernel: the bits are the same.
+            (_, false) => moe_w8a8_grouped_gemm_listed_narrow,
             (GemmKernel::W8a8GateUp, _) => moe_w8a8_grouped_gemm_e4m3_gu,
-            _ => moe_w8a8_grouped_gemm_e4m3_dn,
+            (GemmKernel::W8a8Down, _) => moe_w8a8_grouped_gemm_e4m3_dn,
+            _ => moe_w8a8_grouped_gemm_pm4,
         }
     }
 
@@ -304,8 +290,7 @@ impl GroupedGemm {
         match self.kernel {
             GemmKernel::Fp8 => self.fp8_kernel().into(),
             GemmKernel::W8a8 => self.dense_kernel().into(),
-            GemmKernel::W8a8Pm4 => self.w8a8_kernel().into(),
-            GemmKernel::W8a8GateUp | GemmKernel::W8a8Down => self.wide_kernel().into(),
+            GemmKernel::W8a8Pm4 | GemmKernel::W8a8GateUp | GemmKernel::W8a8Down => self.w8a8_kernel().into(),
             GemmKernel::Bf16 => self.bf16_kernel().into(),
         }
     }
@@ -331,10 +316,6 @@ impl GroupedGemm {
             Activations::Bf16(a) => a.check("a", device, args.a_rows * k)?,
             Activations::E4m3 { codes, scales } => {
                 codes.check("a", device, args.a_rows * k)?;
-                scales.check("a_scale", device, args.a_rows * k_blocks)?;
-            }
-            Activations::Widened { values, scales } => {
-                values.check("a", device, args.a_rows * widened_stride(k))?;
                 scales.check("a_scale", device, args.a_rows * k_blocks)?;
             }
         }
@@ -429,26 +410,6 @@ impl GroupedGemm {
                 };
                 launch(&**device, self.w8a8_kernel(), grid, args)
             }
-            Activations::Widened { values, scales: a_scale } => {
-                let (a, a_scale) = (values.as_ref(), a_scale.as_ref());
-                let args = w8a8_wide::Args {
-                    worklist,
-                    total,
-                    a,
-                    a_scale,
-                    sorted_token_ids,
-                    weights,
-                    scales,
-                    bias,
-                    out,
-                    n,
-                    k,
-                    a_rows,
-                    rows,
-                    capacity,
-                };
-                launch(&**device, self.wide_kernel(), grid, args)
-            }
             Activations::Bf16(a) if self.kernel == GemmKernel::Fp8 => {
                 let a = a.as_ref();
                 let args = fp8::Args {
@@ -490,28 +451,6 @@ impl GroupedGemm {
     }
 }
 
-/// Readies [`widen_e4m3`].
-pub fn prepare_widen(device: &DeviceHandle) -> Result<()> {
-    device.prepare(widen::widen_e4m3::widen_e4m3_f16.into(), 0)
-}
-
-/// Enqueues e4m3 codes [rows, k] to f16 [rows, widened_stride(k)], in the order that the `_e4m3_` kernels read. Errors name `k`,
-/// `rows`, `codes` or `out`.
-pub fn widen_e4m3(device: &DeviceHandle, codes: &Buffer<u8>, rows: usize, k: usize, out: &Buffer<u16>) -> Result<()> {
-    check_sizes(1, 1, k)?;
-    check_rows(rows, rows)?;
-    codes.check("codes", device, rows * k)?;
-    out.check("out", device, rows * widened_stride(k))?;
-    let pieces = rows * (widened_stride(k) / 16);
-    let blocks = pieces.div_ceil(widen::THREADS as usize).min(16 * device.properties().multiprocessors as usize);
-    launch(
-        &**device,
-        widen::widen_e4m3::widen_e4m3_f16,
-        Grid { blocks: blocks as u32, shared_bytes: 0 },
-        widen::widen_e4m3::Args { codes: codes.as_ref(), out: out.as_mut(), rows: rows as u32, k: k as u32 },
-    )
-}
-
 /// Gate and up with the activation and the quantiser in one kernel, of one size, ready on a device.
 #[derive(Clone, Debug)]
 pub struct GateUpSilu {
@@ -529,8 +468,8 @@ pub struct GateUpSiluArgs<'a> {
     pub worklist: &'a Buffer<u32>,
     /// `[1]` number of items.
     pub total: &'a Buffer<u32>,
-    /// [a_rows, widened_stride(k)] activations behind [`widen_e4m3`].
-    pub a: &'a Buffer<u16>,
+    /// [a_rows, k] codes.
+    pub a: &'a Buffer<u8>,
     /// [a_rows, ceil(k/128)] scales.
     pub a_scale: &'a Buffer<f32>,
     /// Rows of the activations.
@@ -599,7 +538,7 @@ impl GateUpSilu {
     pub fn launch(&self, args: GateUpSiluArgs<'_>) -> Result<()> {
         let (device, n, k, experts) = (&self.device, self.n, self.k, self.experts);
         check_rows(args.rows, args.a_rows)?;
-        args.a.check("a", device, args.a_rows * widened_stride(k))?;
+        args.a.check("a", device, args.a_rows * k)?;
         args.a_scale.check("a_scale", device, args.a_rows * k.div_ceil(BLOCK as usize))?;
         if let Some(ids) = args.sorted_token_ids {
             ids.check("sorted_token_ids", device, args.rows)?;

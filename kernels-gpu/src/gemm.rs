@@ -18,43 +18,37 @@
 pub mod operand;
 pub mod shape;
 pub mod tiles;
-pub mod widen;
 
 use cuda_std::arch::Arch;
 use cuda_std::memory::{In, Out};
 use cuda_std::shared::Shared;
 use cuda_std::thread::{block_idx, grid_dim};
 use cuda_std::{copy, kernels, sync};
-use operand::{Bf16Pairs, Bf16Quads, E4m3, E4m3AsBf16, Operand, Widened, widened_stride};
+use operand::{Bf16Pairs, Bf16Quads, E4m3, E4m3AsBf16, Operand};
 use shape::{Joined, Output, Shape, Tile};
 use tiles::{Copier, Item, Problem, Ring, Source};
 
 /// Tile of the dense grid.
 pub type Dense = Tile<2, 2, 2, 2, 4>;
-/// Tile of `moe_w8a8_grouped_gemm_pm4`.
-pub type Pm4 = Tile<4, 2, 2, 2, 6>;
-/// Tile of `moe_w8a8_grouped_gemm_e4m3_gu`.
-pub type GateUp = Tile<2, 4, 4, 2, 6>;
-/// Tile of `moe_w8a8_grouped_gemm_e4m3_dn`.
-pub type Down = Tile<2, 2, 4, 2, 4>;
+/// Tile of `moe_w8a8_grouped_gemm_pm4`: one block a multiprocessor.
+pub type Pm4 = Tile<2, 4, 4, 2, 6>;
+/// Tile of `moe_w8a8_grouped_gemm_e4m3_gu`: two blocks a multiprocessor.
+pub type GateUp = Tile<1, 4, 4, 2, 6>;
+/// Tile of `moe_w8a8_grouped_gemm_e4m3_dn`: two blocks a multiprocessor.
+pub type Down = Tile<2, 2, 4, 2, 6>;
 /// Tile of `moe_fp8_grouped_gemm`.
 pub type Fp8 = Tile<2, 4, 4, 2, 6>;
 /// Tile of `moe_bf16_grouped_gemm`.
 pub type Bf16 = Tile<2, 4, 4, 2, 6>;
 
 /// Tile of `moe_w8a8_gateup_silu_e4m3_w1`: one block a multiprocessor.
-pub type Paired1 = Tile<2, 4, 2, 4, 6, true>;
+pub type Paired1 = Tile<2, 4, 1, 4, 4, true>;
 /// Tile of `moe_w8a8_gateup_silu_e4m3_w2`: two blocks.
-pub type Paired2 = Tile<1, 4, 2, 4, 4, true>;
+pub type Paired2 = Tile<1, 4, 1, 4, 6, true>;
 
 /// Bytes of shared memory of a W8A8 kernel with tile `T`.
 pub const fn w8a8_shared_bytes<T: Shape>() -> u32 {
     Ring::<E4m3, E4m3, T>::BYTES
-}
-
-/// Bytes of shared memory of a kernel of [`w8a8_wide`] with tile `T`.
-pub const fn wide_shared_bytes<T: Shape>() -> u32 {
-    Ring::<Widened, E4m3, T>::BYTES
 }
 
 /// Bytes of shared memory of `moe_fp8_grouped_gemm`.
@@ -95,44 +89,9 @@ kernels! {
         capacity: u32,
     );
     moe_w8a8_grouped_gemm_pm4[Pm4::THREADS, 1] = |A| w8a8_body::<A, Pm4, true>;
-    moe_w8a8_grouped_gemm_pm4_narrow[Pm4::THREADS, 1] = |A| w8a8_body::<A, Pm4, false>;
-}
-
-kernels! {
-    /// e4m3 activations, widened to f16 in tensor-core order; e4m3 weights.
-    pub mod w8a8_wide(
-        /// [items, ITEM_WORDS] work-list.
-        worklist: In<u32>,
-        /// `[1]` number of items.
-        total: In<u32>,
-        /// [rows, widened_stride(k)] f16.
-        a: In<u16>,
-        /// [rows, ceil(k/128)] scales.
-        a_scale: In<f32>,
-        /// Row of `a` for each sorted row; null for the same.
-        sorted_token_ids: In<i32>,
-        /// `[E]` addresses of [n, k] codes.
-        weights: In<u64>,
-        /// `[E]` addresses of [ceil(n/128), ceil(k/128)] scales.
-        scales: In<u64>,
-        /// [E, n] biases; null for none.
-        bias: In<f32>,
-        /// [sorted rows, n] bf16.
-        out: Out<u16>,
-        /// Columns of the output.
-        n: u32,
-        /// Columns of the weights.
-        k: u32,
-        /// Rows of `a`.
-        a_rows: u32,
-        /// Rows of `out`.
-        rows: u32,
-        /// Items that the work-list has room for.
-        capacity: u32,
-    );
-    moe_w8a8_grouped_gemm_e4m3_gu[GateUp::THREADS, 1] = |A| wide_body::<A, GateUp, true>;
-    moe_w8a8_grouped_gemm_e4m3_dn[Down::THREADS, 2] = |A| wide_body::<A, Down, true>;
-    moe_w8a8_grouped_gemm_e4m3_narrow[Pm4::THREADS, 1] = |A| wide_body::<A, Pm4, false>;
+    moe_w8a8_grouped_gemm_e4m3_gu[GateUp::THREADS, 2] = |A| w8a8_body::<A, GateUp, true>;
+    moe_w8a8_grouped_gemm_e4m3_dn[Down::THREADS, 2] = |A| w8a8_body::<A, Down, true>;
+    moe_w8a8_grouped_gemm_listed_narrow[Down::THREADS, 2] = |A| w8a8_body::<A, Down, false>;
 }
 
 kernels! {
@@ -243,8 +202,8 @@ kernels! {
         worklist: In<u32>,
         /// `[1]` number of items.
         total: In<u32>,
-        /// [rows, widened_stride(k)] f16.
-        a: In<u16>,
+        /// [rows, k] codes.
+        a: In<u8>,
         /// [rows, ceil(k/128)] scales.
         a_scale: In<f32>,
         /// Row of `a` for each sorted row; null for the same.
@@ -281,7 +240,7 @@ kernels! {
 
 /// Bytes of shared memory of a gateup_silu kernel with tile `T`: the ring, and a value for each row and warp.
 pub const fn gateup_silu_shared_bytes<T: Shape>() -> u32 {
-    Ring::<Widened, E4m3, T>::BYTES + T::ROWS * LARGEST * 4
+    Ring::<E4m3, E4m3, T>::BYTES + T::ROWS * LARGEST * 4
 }
 
 /// Warps along the columns of a gateup_silu tile.
@@ -292,7 +251,7 @@ const LARGEST: u32 = 4;
 fn gateup_silu_body<A: Arch, T: Shape, const ALIGNED: bool>(
     worklist: In<u32>,
     total: In<u32>,
-    a: In<u16>,
+    a: In<u8>,
     a_scale: In<f32>,
     sorted_token_ids: In<i32>,
     gate: In<u64>,
@@ -308,13 +267,12 @@ fn gateup_silu_body<A: Arch, T: Shape, const ALIGNED: bool>(
     rows: u32,
     capacity: u32,
 ) {
-    let problem = Problem::<Widened, E4m3>::new(a, a_scale, sorted_token_ids, gate, gate_scales, n, k, a_rows)
-        .with_stride(widened_stride(k as usize) as u32)
+    let problem = Problem::<E4m3, E4m3>::new(a, a_scale, sorted_token_ids, gate, gate_scales, n, k, a_rows)
         .with_second(up, up_scales);
     let source = Listed { worklist, total: total.load(0).min(capacity), rows };
     let output = Joined { codes: out, scales: out_scale, n, limit };
-    let largest = Shared::<f32>::at(Ring::<Widened, E4m3, T>::BYTES, T::ROWS * LARGEST);
-    run::<A, Widened, E4m3, T, _, 64, ALIGNED>(problem, source, |sums, item| T::join::<A>(sums, output, largest, item));
+    let largest = Shared::<f32>::at(Ring::<E4m3, E4m3, T>::BYTES, T::ROWS * LARGEST);
+    run::<A, E4m3, E4m3, T, _, 64, ALIGNED>(problem, source, |sums, item| T::join::<A>(sums, output, largest, item));
 }
 
 /// Items `block, block + grid, …` of a work-list.
@@ -372,32 +330,6 @@ fn w8a8_body<A: Arch, T: Shape, const ALIGNED: bool>(
     let problem = Problem::<E4m3, E4m3>::new(a, a_scale, sorted_token_ids, weights, scales, n, k, a_rows);
     let source = Listed { worklist, total: total.load(0).min(capacity), rows };
     run::<A, E4m3, E4m3, T, _, 64, ALIGNED>(problem, source, |sums, item| {
-        T::store(sums, Output { bias, out, n }, item)
-    });
-}
-
-#[allow(clippy::too_many_arguments)]
-#[inline(always)]
-fn wide_body<A: Arch, T: Shape, const ALIGNED: bool>(
-    worklist: In<u32>,
-    total: In<u32>,
-    a: In<u16>,
-    a_scale: In<f32>,
-    sorted_token_ids: In<i32>,
-    weights: In<u64>,
-    scales: In<u64>,
-    bias: In<f32>,
-    out: Out<u16>,
-    n: u32,
-    k: u32,
-    a_rows: u32,
-    rows: u32,
-    capacity: u32,
-) {
-    let problem = Problem::<Widened, E4m3>::new(a, a_scale, sorted_token_ids, weights, scales, n, k, a_rows)
-        .with_stride(widened_stride(k as usize) as u32);
-    let source = Listed { worklist, total: total.load(0).min(capacity), rows };
-    run::<A, Widened, E4m3, T, _, 64, ALIGNED>(problem, source, |sums, item| {
         T::store(sums, Output { bias, out, n }, item)
     });
 }

@@ -22,8 +22,6 @@ pub trait Operand: Copy + Send + Sync + 'static {
     type Mma: MmaType;
     /// Bytes of a row of a stage.
     const ROW_BYTES: u32;
-    /// Whether rows begin at multiples of 16 bytes whatever k is.
-    const PADDED: bool = false;
     /// Which bits of a 16-byte piece's number the row flips.
     fn swizzle(row: u32) -> u32;
     /// The fragments of 16 rows from `row` on for the 32 k of half `half` of a stage: for each 16 k, the registers of
@@ -65,10 +63,6 @@ pub struct E4m3;
 /// e4m3 that enters as bf16: exact, NaN codes included.
 #[derive(Clone, Copy, Debug)]
 pub struct E4m3AsBf16;
-/// e4m3 activations that [`super::widen`] has turned into f16, with each group of 16 k in the order of [`widened`], which suits
-/// [`E4m3`]. Decoding is the slowest instruction of a product of e4m3 operands; every tile of a row's experts shares this.
-#[derive(Clone, Copy, Debug)]
-pub struct Widened;
 /// bf16 whose partner is [`E4m3AsBf16`]: a lane's k of a group are 4t to 4t+3, as bytes come.
 #[derive(Clone, Copy, Debug)]
 pub struct Bf16Quads;
@@ -115,41 +109,6 @@ impl Operand for E4m3 {
     }
     #[inline(always)]
     fn bits(value: u8) -> u32 {
-        value as u32
-    }
-}
-
-/// Place of element `k` of a widened row: of each four the second two move to the second half of their group of 16, so that the two
-/// pairs of a lane are those of four neighbouring bytes.
-pub const fn widened(k: usize) -> usize {
-    let (group, i) = (k / 16 * 16, k % 16);
-    group + i / 4 * 2 + i % 2 + if i % 4 < 2 { 0 } else { 8 }
-}
-
-/// Elements from one widened row to the next, for `k` columns: zeros up to a whole group.
-pub const fn widened_stride(k: usize) -> usize {
-    k.next_multiple_of(16)
-}
-
-impl Operand for Widened {
-    type Element = u16;
-    type Mma = F16;
-    const ROW_BYTES: u32 = 2 * STAGE_K;
-    const PADDED: bool = true;
-    #[inline(always)]
-    fn swizzle(row: u32) -> u32 {
-        Bf16Pairs::swizzle(row)
-    }
-    #[inline(always)]
-    fn rows16<A: Arch>(stage: u32, row: u32, half: u32) -> [[u32; 4]; 2] {
-        Bf16Pairs::rows16::<A>(stage, row, half)
-    }
-    #[inline(always)]
-    fn columns16<A: Arch>(stage: u32, row: u32, half: u32) -> [[[u32; 2]; 2]; 2] {
-        Bf16Pairs::columns16::<A>(stage, row, half)
-    }
-    #[inline(always)]
-    fn bits(value: u16) -> u32 {
         value as u32
     }
 }

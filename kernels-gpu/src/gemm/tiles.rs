@@ -62,8 +62,6 @@ pub struct Problem<L: Operand, R: Operand> {
     pub n: u32,
     /// Columns of `a` and of the weights.
     pub k: u32,
-    /// Elements from one row of `a` to the next, all of which count: at least k.
-    pub a_stride: u32,
     /// Rows of `a`: an id that is none of them counts as a row of zeros.
     pub a_rows: u32,
     right: core::marker::PhantomData<R>,
@@ -92,7 +90,6 @@ impl<L: Operand, R: Operand> Problem<L, R> {
             second,
             n,
             k,
-            a_stride: k,
             a_rows,
             right: core::marker::PhantomData,
         }
@@ -114,12 +111,6 @@ impl<L: Operand, R: Operand> Problem<L, R> {
     #[inline(always)]
     pub fn with_second(self, weights: In<u64>, scales: In<u64>) -> Self {
         Problem { second: [weights, scales], ..self }
-    }
-
-    /// The same with rows of `a` that lie further apart.
-    #[inline(always)]
-    pub fn with_stride(self, a_stride: u32) -> Self {
-        Problem { a_stride, ..self }
     }
 
     /// Whether the expert's weights are on the device.
@@ -198,7 +189,7 @@ impl<O: Operand> Share<O> {
     #[inline(always)]
     fn copy<const ALIGNED: bool>(from: In<O::Element>, index: usize, there: u32, base: u32, row: u32) {
         let to = piece_at::<O>(base, row, thread_idx() % pieces::<O>());
-        if ALIGNED || O::PADDED {
+        if ALIGNED {
             let bytes = there * size_of::<O::Element>() as u32;
             copy::async16_zfill(Shared::<O::Element>::at(to, Self::ELEMENTS), 0, from, index, bytes);
             return;
@@ -223,7 +214,7 @@ impl<O: Operand> Share<O> {
 
 /// The copying side.
 ///
-/// Rows and columns that do not exist are copied from the first one: what comes of them is not stored.
+/// Rows and columns that do not exist are zeros.
 pub struct Copier<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED: bool> {
     problem: Problem<L, R>,
     source: S,
@@ -234,11 +225,15 @@ pub struct Copier<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, 
     stages: u32,
     left: u32,
     slot: u32,
-    /// This thread's pieces of both operands, from their first k on, and the scales of a row.
+    /// This thread's pieces of the left operand, from their first k on.
     rows: [In<L::Element>; MOST],
-    columns: [In<R::Element>; MOST],
+    /// Weights that even and odd pieces belong to, and the element of the first piece.
+    matrix: [In<R::Element>; 2],
+    right_at: usize,
+    /// Bit i: the i-th row exists, and in the upper half the i-th column.
+    exist: u32,
+    /// Scales of a row, and of the weights of the product that this thread copies them for.
     row_scales: In<f32>,
-    /// Scales of the weights, of the product that this thread copies them for.
     scales: In<f32>,
     tile: core::marker::PhantomData<T>,
 }
@@ -249,6 +244,15 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
     /// Rows between two of a thread's pieces.
     const LEFT_EACH: u32 = T::THREADS / pieces::<L>();
     const RIGHT_EACH: u32 = T::THREADS / pieces::<R>();
+
+    /// Product of the `i`-th piece of the right operand, and its column from that of the first piece on.
+    #[inline(always)]
+    fn right_piece(i: u32) -> (u32, u32) {
+        // The remainder tells the compiler what the number of threads says already.
+        let first = Share::<R>::row() % Self::RIGHT_EACH;
+        let (product, column) = T::column(first + i * Self::RIGHT_EACH);
+        (product, column - T::column(first).1)
+    }
 
     /// Starts at the block's first item and fills all but one pair of stages.
     #[inline(always)]
@@ -266,7 +270,9 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             left: 0,
             slot: 0,
             rows: [In::at(0, 0); MOST],
-            columns: [In::at(0, 0); MOST],
+            matrix: [In::at(0, 0); 2],
+            right_at: 0,
+            exist: 0,
             row_scales: In::at(0, 0),
             scales: In::at(0, 0),
             tile: core::marker::PhantomData,
@@ -291,7 +297,7 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             return;
         };
         self.step += 1;
-        let Problem { a, a_scale, weights, scales, second, n, k, a_stride, .. } = self.problem;
+        let Problem { a, a_scale, weights, scales, second, n, k, .. } = self.problem;
         self.stages = 2 * self.problem.pairs();
         let resident = self.problem.is_resident(item.expert);
         // Nothing is read where there are no weights, or no activations.
@@ -299,13 +305,15 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
         if self.left == 0 {
             return;
         }
-        let source_row =
-            |row: u32| if row < item.rows { self.problem.source_row(item.first + row).unwrap_or(0) } else { 0 };
+        self.exist = 0;
+        let problem = self.problem;
+        let source_row = |row: u32| if row < item.rows { problem.source_row(item.first + row) } else { None };
         macro_rules! row {
             ($i:literal) => {
                 if $i * Self::LEFT_EACH < T::ROWS {
                     let row = source_row(Share::<L>::row() + $i * Self::LEFT_EACH);
-                    self.rows[$i] = a.skip(row as usize * a_stride as usize);
+                    self.exist |= (row.is_some() as u32) << $i;
+                    self.rows[$i] = a.skip(row.unwrap_or(0) as usize * k as usize);
                 }
             };
         }
@@ -319,18 +327,22 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
         row!(7);
         let blocks = self.problem.blocks() as usize;
         if FOLD == 64 {
-            self.row_scales = a_scale.skip(source_row(thread_idx()) as usize * blocks);
+            self.row_scales = a_scale.skip(source_row(thread_idx()).unwrap_or(0) as usize * blocks);
         }
 
-        let first = self.problem.matrix(weights, item.expert);
-        let second_matrix = if T::PAIRED { self.problem.matrix(second[0], item.expert) } else { first };
+        self.matrix[0] = self.problem.matrix(weights, item.expert);
+        if T::PAIRED {
+            let other = self.problem.matrix(second[0], item.expert);
+            let matrix = self.matrix[0];
+            self.matrix[0] = if Self::right_piece(0).0 == 0 { matrix } else { other };
+            self.matrix[1] = if Self::right_piece(1).0 == 0 { matrix } else { other };
+        }
+        let first = item.column * T::COLUMNS + T::column(Share::<R>::row()).1;
+        self.right_at = first as usize * k as usize + Share::<R>::element() as usize;
         macro_rules! column {
             ($i:literal) => {
                 if $i * Self::RIGHT_EACH < T::RIGHT_ROWS {
-                    let (product, column) = T::column(Share::<R>::row() + $i * Self::RIGHT_EACH);
-                    let column = item.column * T::COLUMNS + column;
-                    let matrix = if product == 0 { first } else { second_matrix };
-                    self.columns[$i] = matrix.skip(if column < n { column as usize * k as usize } else { 0 });
+                    self.exist |= ((first + Self::right_piece($i).1 < n) as u32) << ($i + 16);
                 }
             };
         }
@@ -357,14 +369,17 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             let base = self.slot * Ring::<L, R, T>::STAGE_BYTES;
             let k0 = self.stage * STAGE_K;
             let exists = self.left > 0;
-            let padding = if exists { self.problem.a_stride - self.problem.k } else { 0 };
-            let there = Share::<L>::there(self.left + padding);
+            let there = Share::<L>::there(self.left);
             let index = (k0 + Share::<L>::element()) as usize;
             macro_rules! left {
                 ($i:literal) => {
                     if $i * Self::LEFT_EACH < T::ROWS {
                         let row = Share::<L>::row() + $i * Self::LEFT_EACH;
-                        Share::<L>::copy::<ALIGNED>(self.rows[$i], index, there, base, row);
+                        // A small tile has fewer pieces than the block has threads.
+                        if ($i + 1) * Self::LEFT_EACH <= T::ROWS || row < T::ROWS {
+                            let there = if self.exist >> $i & 1 != 0 { there } else { 0 };
+                            Share::<L>::copy::<ALIGNED>(self.rows[$i], index, there, base, row);
+                        }
                     }
                 };
             }
@@ -378,13 +393,16 @@ impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED
             left!(7);
 
             let there = Share::<R>::there(self.left);
-            let index = (k0 + Share::<R>::element()) as usize;
+            let index = self.right_at + k0 as usize;
             let right = base + Ring::<L, R, T>::LEFT_BYTES;
             macro_rules! right {
                 ($i:literal) => {
                     if $i * Self::RIGHT_EACH < T::RIGHT_ROWS {
                         let row = Share::<R>::row() + $i * Self::RIGHT_EACH;
-                        Share::<R>::copy::<ALIGNED>(self.columns[$i], index, there, right, row);
+                        let there = if self.exist >> ($i + 16) & 1 != 0 { there } else { 0 };
+                        let matrix = if T::PAIRED && $i % 2 == 1 { self.matrix[1] } else { self.matrix[0] };
+                        let index = index + Self::right_piece($i).1 as usize * self.problem.k as usize;
+                        Share::<R>::copy::<ALIGNED>(matrix, index, there, right, row);
                     }
                 };
             }
