@@ -15,11 +15,16 @@ include!(concat!(env!("OUT_DIR"), "/ptx_modules.rs"));
 
 /// Registers that a kernel whose name starts so may use, on any architecture. The kernels that stream weights need
 /// 16 warps on a multiprocessor, hence 128; the others are short and must not hold back occupancy.
-const REGISTER_CEILINGS: [(&str, u32); 21] = [
+const REGISTER_CEILINGS: [(&str, u32); 25] = [
     ("combine", 64),
     ("copy", 64),
     ("fc1", 128),
     ("fc2", 128),
+    // Two sets of sums for each output: block scales enter between them.
+    ("moe_fp8", 255),
+    ("moe_w8a8", 255),
+    ("moe_bf16", 255),
+    ("multiply", 128),
     ("fill", 64),
     ("read", 64),
     ("route_prep", 64),
@@ -70,10 +75,16 @@ fn declared() -> BTreeMap<&'static str, Bounds> {
     let families = bounds!(
         bandwidth::copy,
         bandwidth::fill,
+        bandwidth::multiply,
         bandwidth::read,
         combine::combine,
         fc1::fc1,
         fc2::fc2,
+        gemm::bf16,
+        gemm::fp8,
+        gemm::gateup_silu,
+        gemm::w8a8,
+        gemm::w8a8_dense,
         gate_topk::gate_logits,
         gate_topk::gate_topk,
         route_prep::route_prep,

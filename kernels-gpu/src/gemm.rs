@@ -31,20 +31,20 @@ use tiles::{Copier, Item, Problem, Ring, Source};
 /// Tile of the dense grid.
 pub type Dense = Tile<2, 2, 2, 2, 4>;
 /// Tile of `moe_w8a8_grouped_gemm_pm4`: one block a multiprocessor.
-pub type Pm4 = Tile<2, 4, 4, 2, 6>;
+pub type Pm4 = Tile<2, 4, 4, 2, 4>;
 /// Tile of `moe_w8a8_grouped_gemm_e4m3_gu`: two blocks a multiprocessor.
-pub type GateUp = Tile<1, 4, 4, 2, 6>;
+pub type GateUp = Tile<1, 4, 4, 2, 4>;
 /// Tile of `moe_w8a8_grouped_gemm_e4m3_dn`: two blocks a multiprocessor.
-pub type Down = Tile<2, 2, 4, 2, 6>;
+pub type Down = Tile<2, 2, 4, 2, 4>;
 /// Tile of `moe_fp8_grouped_gemm`.
-pub type Fp8 = Tile<2, 4, 4, 2, 6>;
+pub type Fp8 = Tile<2, 4, 4, 2, 4>;
 /// Tile of `moe_bf16_grouped_gemm`.
-pub type Bf16 = Tile<2, 4, 4, 2, 6>;
+pub type Bf16 = Tile<2, 4, 4, 2, 4>;
 
 /// Tile of `moe_w8a8_gateup_silu_e4m3_w1`: one block a multiprocessor.
 pub type Paired1 = Tile<2, 4, 1, 4, 4, true>;
 /// Tile of `moe_w8a8_gateup_silu_e4m3_w2`: two blocks.
-pub type Paired2 = Tile<1, 4, 1, 4, 6, true>;
+pub type Paired2 = Tile<1, 4, 1, 4, 4, true>;
 
 /// Bytes of shared memory of a W8A8 kernel with tile `T`.
 pub const fn w8a8_shared_bytes<T: Shape>() -> u32 {

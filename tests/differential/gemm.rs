@@ -615,7 +615,8 @@ fn m1_buffers_that_are_too_short_are_named() {
         let wrong = GroupedGemm::new(&device, kernel, 2, 24, 176).unwrap();
         let error = wrong.launch(GemmArgs { a_rows: 1, ..on.args(&problem, kernel, &worklist, &total, &out) });
         assert!(error.unwrap_err().to_string().contains("weights"));
-        let other = if kernel == GemmKernel::Bf16 { GemmKernel::W8a8 } else { GemmKernel::Bf16 };
+        let takes_bf16 = matches!(kernel, GemmKernel::Fp8 | GemmKernel::Bf16);
+        let other = if takes_bf16 { GemmKernel::W8a8 } else { GemmKernel::Bf16 };
         let a = on.args(&problem, other, &worklist, &total, &out).a;
         let error = op.launch(GemmArgs { a, ..on.args(&problem, kernel, &worklist, &total, &out) });
         assert!(error.unwrap_err().to_string().contains("argument `a`"));
