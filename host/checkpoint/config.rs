@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
+use crate::formats::FP8_BLOCK;
 use crate::types::{self, Gating, Groups, Routing};
 
 /// Largest JSON file that is read; real ones stay below 20 MB.
@@ -90,6 +91,8 @@ pub struct Quantization {
     pub format: Option<String>,
     /// `quant_algo` (ModelOpt), for example `NVFP4`.
     pub algo: Option<String>,
+    /// `weight_block_size` (fp8): rows and columns that share a scale.
+    pub block: Option<[usize; 2]>,
 }
 
 impl ModelConfig {
@@ -195,6 +198,17 @@ impl ModelConfig {
         gating.check().map(|()| gating).map_err(bad)
     }
 
+    /// `Err` naming `weight_block_size` if there is one that is not 128 x 128.
+    pub(super) fn check_fp8_block(&self) -> Result<()> {
+        match self.quantization.as_ref().and_then(|quantization| quantization.block) {
+            Some(block) if block != [FP8_BLOCK; 2] => {
+                let problem = format!("`weight_block_size` is {block:?}, [{FP8_BLOCK}, {FP8_BLOCK}] needed");
+                Err(Error::Checkpoint { path: self.path.clone(), problem })
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Whether the family's routers have a correction bias.
     pub(super) fn has_correction_bias(&self) -> bool {
         CORRECTED.contains(&self.model_type.as_str())
@@ -284,6 +298,11 @@ impl Keys<'_> {
             method: keys.string("quant_method")?,
             format: keys.string("format")?,
             algo: keys.string("quant_algo")?,
+            block: keys.get("weight_block_size", "two whole numbers", |value| {
+                let size = |index: usize| usize::try_from(value.get(index)?.as_u64()?).ok();
+                value.as_array().filter(|sizes| sizes.len() == 2)?;
+                Some([size(0)?, size(1)?])
+            })?,
         }))
     }
 }

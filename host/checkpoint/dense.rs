@@ -57,6 +57,9 @@ pub(super) fn load(
     config: &ModelConfig,
     format: DenseFormat,
 ) -> Result<DenseExperts> {
+    if format == DenseFormat::Fp8 {
+        config.check_fp8_block()?;
+    }
     let (matrices, hidden, intermediate) = match block.layout {
         Some(ExpertLayout::PerExpert) => {
             let first = |base: &str| gate_size(store, base);

@@ -1,6 +1,7 @@
 //! Finding a layer's experts among the tensors, and reading those in four bits and all biases.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
@@ -242,7 +243,15 @@ fn report(store: &TensorStore, faults: Vec<(usize, Fault)>) -> Option<Error> {
             same.iter().map(|(expert, fault)| format!("expert {expert}: {}", fault.problem)).collect();
         (pattern, format!("experts {experts:?} are wrong; {}", each.join("; ")))
     };
-    Some(Error::Tensor { path: store.path().to_path_buf(), tensor, problem })
+    // The file where it is one, of several shards their folder.
+    let mut files = same.iter().map(|(_, fault)| file_of(store, &fault.tensor));
+    let path = files.next().filter(|first| files.all(|file| file == *first)).unwrap_or(store.path());
+    Some(Error::Tensor { path: path.to_path_buf(), tensor, problem })
+}
+
+/// The file of a tensor; for one that is missing, what was opened.
+fn file_of<'a>(store: &'a TensorStore, tensor: &str) -> &'a Path {
+    store.find(tensor).map_or(store.path(), |tensor| tensor.path)
 }
 
 /// One NVFP4 expert at `base` of whatever intermediate size its gate has, for shared experts.
@@ -634,7 +643,7 @@ pub(super) fn check_count(store: &TensorStore, block: &MoeBlock, count: usize) -
 }
 
 pub(super) fn block_error(store: &TensorStore, tensor: &str, problem: String) -> Error {
-    Error::Tensor { path: store.path().to_path_buf(), tensor: tensor.to_string(), problem }
+    Error::Tensor { path: file_of(store, tensor).to_path_buf(), tensor: tensor.to_string(), problem }
 }
 
 /// A fault of fused experts, with the names that are there.

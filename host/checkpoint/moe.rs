@@ -7,7 +7,7 @@ use super::dense::{self, Kind};
 use super::experts::{self, MoeBlock, floats};
 use super::store::{Tensor, TensorStore};
 use crate::error::{Error, Result};
-use crate::formats::{DenseExperts, ExpertShape, Fp4Experts, RouterWeights, SharedExpert};
+use crate::formats::{DenseExperts, DenseFormat, ExpertShape, Fp4Experts, RouterWeights, SharedExpert};
 use crate::types::{Gating, LayerShape};
 
 /// Routed experts, in the format that they are stored in.
@@ -213,6 +213,9 @@ fn shared(
             (SharedWeights::Fp4 { expert, gate }, hidden)
         }
         Kind::Dense(format) => {
+            if format == DenseFormat::Fp8 {
+                config.check_fp8_block()?;
+            }
             let (intermediate, columns) = dense::gate_size(store, &base).unwrap_or((0, 0));
             let hidden = config.hidden.unwrap_or(columns);
             let expert = dense::expert(store, &base, format, (intermediate, hidden))?;
