@@ -49,8 +49,11 @@ fn dequantize_fp4(expert: &ExpertTensors<'_>) -> [Vec<f32>; 3] {
     [&expert.gate, &expert.up, &expert.down].map(|matrix| matrix.dequantize())
 }
 
+/// Something for gate, up and down.
+type Triple = [Vec<f32>; 3];
+
 /// Matrices and biases of every routed expert.
-fn routed(moe: &MoeWeights) -> Vec<([Vec<f32>; 3], [Vec<f32>; 3])> {
+fn routed(moe: &MoeWeights) -> Vec<(Triple, Triple)> {
     let (hidden, intermediate) = (moe.shape.hidden, moe.shape.intermediate);
     match &moe.experts {
         Experts::Dense(experts) => {
@@ -442,7 +445,7 @@ fn gate_up_biases() -> Vec<u16> {
 }
 
 fn fp8_codes(expert: usize, part: usize) -> Vec<u8> {
-    (0..HIDDEN * INTERMEDIATE).map(|i| ((i * 7 + expert * 5 + part) % 0x7F) as u8 | (i % 2 << 7) as u8).collect()
+    (0..HIDDEN * INTERMEDIATE).map(|i| ((i * 7 + expert * 5 + part) % 0x7F) as u8 | ((i % 2) << 7) as u8).collect()
 }
 
 /// Numbers that bf16 holds.
@@ -742,7 +745,7 @@ fn shared_experts_keep_their_own_format() {
 
     // FP8 beside bf16, with an intermediate size of its own: the tensors of a routed fp8 expert.
     let mut model = Model::bf16();
-    let fp8 = Model::fp8("weight_scale_inv", |grid, values| Raw::f32(grid, values));
+    let fp8 = Model::fp8("weight_scale_inv", Raw::f32);
     for (name, raw) in &fp8.tensors {
         if let Some((_, rest)) = name.split_once(".experts.1.") {
             model.insert(&format!("shared_expert.{rest}"), raw.clone());
@@ -778,7 +781,7 @@ fn shared_experts_keep_their_own_format() {
 
 #[test]
 fn inspect_names_every_format() {
-    let fp8 = |suffix: &str| Model::fp8(suffix, |grid, values| Raw::f32(grid, values));
+    let fp8 = |suffix: &str| Model::fp8(suffix, Raw::f32);
     for (model, format, name) in [
         (Model::bf16(), ExpertFormat::Bf16, "bf16"),
         (Model::gpt_oss(), ExpertFormat::Bf16, "bf16"),

@@ -65,7 +65,7 @@ pub struct ModelConfig {
 const CORRECTED: [&str; 4] = ["deepseek_v3", "deepseek_v32", "glm4_moe", "kimi_k2"];
 
 /// Families whose routers score by softmax.
-const SOFTMAX: [&str; 6] = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "olmoe"];
+const SOFTMAX: [&str; 5] = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe"];
 
 /// Families whose code does not normalise where `norm_topk_prob` is missing.
 const UNNORMALIZED: [&str; 3] = ["qwen2_moe", "qwen3_moe", "olmoe"];

@@ -12,6 +12,7 @@ use crate::types::{Gating, LayerShape};
 
 /// Routed experts, in the format that they are stored in.
 #[derive(Clone, Debug, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "there is one a layer, and what matters lies on the heap")]
 pub enum Experts {
     /// NVFP4 or MXFP4.
     Fp4(Fp4Experts),

@@ -1,4 +1,4 @@
-//! Number formats and the containers of quantised expert weights, NVFP4 and MXFP4.
+//! Number formats and the containers of expert weights: NVFP4, MXFP4, block-scaled fp8, bf16.
 //!
 //! Every type says which layout it holds: scales are either [`LinearScales`] or [`SwizzledScales`], and a per-tensor
 //! scale is a [`GlobalScale`] that carries its convention, so that neither can be taken for the other.
