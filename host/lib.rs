@@ -2,8 +2,8 @@
 //!
 //! | module | what |
 //! |---|---|
-//! | [`checkpoint`] | NVFP4 experts of other tools' checkpoints |
-//! | [`formats`] | E2M1, e4m3, e8m0, scale layouts, packing and quantising experts to NVFP4 and MXFP4 |
+//! | [`checkpoint`] | mixture-of-experts blocks of other tools' checkpoints |
+//! | [`formats`] | E2M1, e4m3, e8m0, scale layouts, packing and quantising experts to NVFP4 and MXFP4; bf16 and fp8 experts |
 //! | [`device`] | a GPU or the emulator behind one trait, and typed buffers |
 //! | [`layer`] | weights on a device, and the forward pass |
 //! | [`ops`] | the single operations, each with a checked launcher |

@@ -722,6 +722,7 @@ fn exercise(folder: &Path) {
         let _ = checkpoint.inspect();
         for layer in checkpoint.moe_layers() {
             let _ = checkpoint.load_nvfp4(layer);
+            let _ = checkpoint.load_moe(layer);
         }
     }
 }
@@ -793,11 +794,36 @@ proptest! {
 }
 
 #[test]
-fn a_bias_of_an_expert_is_refused() {
+fn biases_of_experts_are_read_and_matrices_alone_are_refused() {
     let mut model = Model::tiny();
-    assert!(Checkpoint::open(model.write().path()).unwrap().load_nvfp4(0).is_ok());
-    let name = "model.layers.0.mlp.experts.1.up_proj.bias";
-    model.tensors.insert(name.to_string(), Raw::f32(&[16], &[0.5; 16]));
-    let (tensor, problem) = tensor_error(load_error(&model));
-    assert!(tensor == name && problem.contains("biases"), "{tensor}: {problem}");
+    let plain = Checkpoint::open(model.write().path()).unwrap().load_nvfp4(0).unwrap();
+    assert!(plain.b13().is_none());
+    let name = |expert: usize, part: &str| format!("model.layers.0.mlp.experts.{expert}.{part}_proj.bias");
+    for expert in 0..2 {
+        for (index, part) in ["gate", "up", "down"].into_iter().enumerate() {
+            let values: Vec<f32> = (0..16).map(|row| (row + 100 * index + 1000 * expert) as f32).collect();
+            model.tensors.insert(name(expert, part), Raw::f32(&[16], &values));
+        }
+    }
+    let folder = model.write();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let experts = checkpoint.load_nvfp4(0).unwrap();
+    // Up before gate, expert by expert.
+    let (b13, b2) = (experts.b13().unwrap(), experts.b2().unwrap());
+    assert_eq!((b13.len(), b2.len()), (64, 32));
+    assert_eq!([b13[0], b13[16], b13[32 + 3], b13[48 + 5]], [100.0, 0.0, 1103.0, 1005.0]);
+    assert_eq!([b2[7], b2[16]], [207.0, 1200.0]);
+    assert!(experts.with_biases(None, None).unwrap() == plain);
+    let (tensor, problem) = tensor_error(checkpoint.nvfp4_tensors(0).unwrap_err());
+    assert!(tensor == name(0, "down") && problem.contains("biases"), "{tensor}: {problem}");
+
+    let mut missing = model.clone();
+    missing.tensors.remove(&name(1, "up"));
+    let (tensor, problem) = tensor_error(load_error(&missing));
+    assert!(tensor == name(1, "up") && problem.contains("missing"), "{tensor}: {problem}");
+    for (raw, needle) in [(Raw::f32(&[15], &[0.5; 15]), "[16] needed"), (Raw::f32(&[16], &[f32::NAN; 16]), "NaN")] {
+        model.tensors.insert(name(1, "up"), raw);
+        let (tensor, problem) = tensor_error(load_error(&model));
+        assert!(tensor == name(1, "up") && problem.contains(needle), "{tensor}: {problem}");
+    }
 }

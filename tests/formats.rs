@@ -5,10 +5,10 @@ use megamoe::formats::quantize::{
     amax, global_scale, quantize, quantize_expert, quantize_expert_mxfp4, quantize_mxfp4,
 };
 use megamoe::formats::{
-    ExpertShape, ExpertTensors, Fp4Buffers, Fp4Experts, Fp4Matrix, GlobalScale, LinearScales, SwizzledScales, e2m1,
-    e4m3, e8m0, float16,
+    DenseExpert, DenseExperts, DenseMatrix, ExpertShape, ExpertTensors, Fp4Buffers, Fp4Experts, Fp4Matrix, GlobalScale,
+    LinearScales, RouterWeights, SharedExpert, SwizzledScales, e2m1, e4m3, e8m0, float16,
 };
-use megamoe::{Error, WeightFormat};
+use megamoe::{Error, Routing, Scoring, WeightFormat};
 use proptest::prelude::*;
 
 /// Magnitudes of E2M1.
@@ -783,4 +783,131 @@ proptest! {
             }
         }
     }
+}
+
+// ---- bf16 and fp8 experts -----------------------------------------------------------------------------------------
+
+/// Two experts with biases: hidden 130, intermediate 2, output 129, so that blocks are cut at both edges.
+fn dense_experts(fp8: bool) -> Vec<DenseExpert> {
+    let matrix = |rows: usize, cols: usize| {
+        if fp8 {
+            let codes = (0..rows * cols).map(|i| (i % 0x7F) as u8).collect();
+            let blocks = rows.div_ceil(128) * cols.div_ceil(128);
+            DenseMatrix::Fp8 { codes, scales: (0..blocks).map(|block| 0.3 + block as f32).collect() }
+        } else {
+            DenseMatrix::Bf16((0..rows * cols).map(|i| (i % 0x7F00) as u16).collect())
+        }
+    };
+    let expert = DenseExpert {
+        gate: matrix(2, 130),
+        up: matrix(2, 130),
+        down: matrix(129, 2),
+        biases: Some([vec![0.5; 2], vec![0.25; 2], vec![-1.0; 129]]),
+    };
+    vec![expert; 2]
+}
+
+#[test]
+fn fp8_blocks_are_cut_at_the_edges() {
+    let codes: Vec<u8> = (0..129 * 130).map(|i| if i % 2 == 0 { 0x38 } else { 0xC0 }).collect();
+    let matrix = DenseMatrix::Fp8 { codes, scales: vec![1.0, 2.0, 4.0, 8.0] };
+    let values = matrix.dequantize(129, 130).unwrap();
+    for (i, value) in values.iter().enumerate() {
+        let (row, col) = (i / 130, i % 130);
+        let scale = [[1.0, 2.0], [4.0, 8.0]][usize::from(row == 128)][usize::from(col >= 128)];
+        assert_eq!(*value, if i % 2 == 0 { scale } else { -2.0 * scale }, "row {row}, column {col}");
+    }
+    // The product is rounded once.
+    let matrix = DenseMatrix::Fp8 { codes: vec![0x39], scales: vec![0.1] };
+    assert_eq!(matrix.dequantize(1, 1).unwrap()[0].to_bits(), (1.125f32 * 0.1f32).to_bits());
+    let nan = DenseMatrix::Fp8 { codes: vec![0xFF], scales: vec![1.0] };
+    assert_eq!(nan.dequantize(1, 1).unwrap()[0].to_bits(), 0x7FFF_FFFF);
+    let plain = DenseMatrix::Bf16(vec![0x3F80, 0xC000, 0xFFC1]);
+    let bits: Vec<u32> = plain.dequantize(1, 3).unwrap().iter().map(|value| value.to_bits()).collect();
+    assert_eq!(bits, [0x3F80_0000, 0xC000_0000, 0x7FFF_FFFF]);
+    assert!(plain.dequantize(2, 2).is_err());
+}
+
+#[test]
+fn dense_experts_are_checked_and_all_bad_ones_listed() {
+    for fp8 in [false, true] {
+        let experts = DenseExperts::new(130, 2, 129, dense_experts(fp8)).unwrap();
+        assert_eq!((experts.hidden(), experts.intermediate(), experts.output()), (130, 2, 129));
+        assert_eq!(experts.format().name(), if fp8 { "fp8" } else { "bf16" });
+        assert!(experts.has_biases() && experts.into_experts() == dense_experts(fp8));
+    }
+    /// Error of two experts that `change` was applied to.
+    fn fault(fp8: bool, experts: &[usize], change: impl Fn(&mut DenseExpert)) -> (&'static str, Vec<usize>, String) {
+        let mut changed = dense_experts(fp8);
+        experts.iter().for_each(|&expert| change(&mut changed[expert]));
+        match DenseExperts::new(130, 2, 129, changed) {
+            Err(Error::Experts { name, experts, problem }) => (name, experts, problem),
+            other => panic!("{other:?}"),
+        }
+    }
+    let shorten = |matrix: &mut DenseMatrix| match matrix {
+        DenseMatrix::Bf16(bits) => drop(bits.pop()),
+        DenseMatrix::Fp8 { codes, .. } => drop(codes.pop()),
+    };
+    for fp8 in [false, true] {
+        let (name, experts, problem) = fault(fp8, &[0, 1], |e| shorten(&mut e.down));
+        assert!(name == "down" && experts == [0, 1] && problem.contains("257"), "{problem}");
+        let (name, experts, problem) = fault(fp8, &[1], |e| shorten(&mut e.up));
+        assert!(name == "up" && experts == [1] && problem.contains("259"), "{problem}");
+    }
+    let (name, experts, problem) = fault(true, &[1], |e| e.gate = dense_experts(false)[0].gate.clone());
+    assert!(name == "gate" && experts == [1] && problem.contains("bf16"), "{problem}");
+    let (name, experts, problem) = fault(true, &[0, 1], |e| {
+        let DenseMatrix::Fp8 { codes, .. } = &mut e.up else { unreachable!() };
+        codes[7] = 0xFF;
+    });
+    assert!(name == "up" && experts == [0, 1] && problem.contains("0xFF at element 7"), "{problem}");
+    for bad in [f32::NAN, f32::INFINITY] {
+        let (name, _, problem) = fault(true, &[1], |e| {
+            let DenseMatrix::Fp8 { scales, .. } = &mut e.down else { unreachable!() };
+            scales[1] = bad;
+        });
+        assert!(name == "down" && problem.contains("block 1"), "{problem}");
+        let (name, _, problem) = fault(false, &[1], |e| e.biases.as_mut().unwrap()[2][128] = bad);
+        assert!(name == "biases" && problem.contains("row 128 of down"), "{problem}");
+    }
+    let (name, _, problem) = fault(true, &[0], |e| {
+        let DenseMatrix::Fp8 { scales, .. } = &mut e.gate else { unreachable!() };
+        scales.push(1.0);
+    });
+    assert!(name == "gate" && problem.contains("3 scales, 2 needed"), "{problem}");
+    assert_eq!(fault(false, &[1], |e| e.biases = None).1, [1]);
+    assert_eq!(fault(false, &[0], |e| e.biases = None).1, [1]);
+    let (_, _, problem) = fault(false, &[0], |e| e.biases.as_mut().unwrap()[1].truncate(1));
+    assert!(problem.contains("1 for up, 2 needed"), "{problem}");
+    for (sizes, name) in [([0, 2, 129], "hidden"), ([130, 0, 129], "intermediate"), ([130, 2, 0], "output")] {
+        let error = DenseExperts::new(sizes[0], sizes[1], sizes[2], dense_experts(false)).unwrap_err();
+        assert!(error.to_string().contains(&format!("`{name}`")), "{error}");
+    }
+    assert!(DenseExperts::new(130, 2, 129, Vec::new()).unwrap_err().to_string().contains("`experts`"));
+    assert!(DenseExperts::new(usize::MAX / 2, 2, 129, dense_experts(false)).is_err());
+}
+
+#[test]
+fn routers_and_shared_experts_are_checked() {
+    let routing = Routing { scoring: Scoring::Softmax, top_k: 2, renormalize: true, groups: None, scale: 1.0 };
+    let good = RouterWeights { weight: vec![0; 12], bias: Some(vec![0.0; 3]), correction_bias: None, routing };
+    good.check(3, 4).unwrap();
+    assert!(good.check(3, 5).unwrap_err().to_string().contains("router weight"));
+    let bad = RouterWeights { bias: Some(vec![0.0; 2]), ..good.clone() };
+    assert!(bad.check(3, 4).unwrap_err().to_string().contains("router bias"));
+    let bad = RouterWeights { correction_bias: Some(vec![f32::NAN, 0.0, f32::INFINITY]), ..good.clone() };
+    let error = bad.check(3, 4).unwrap_err().to_string();
+    assert!(error.contains("correction_bias") && error.contains("[0, 2]"), "{error}");
+    for top_k in [0, 4] {
+        let bad = RouterWeights { routing: Routing { top_k, ..routing }, ..good.clone() };
+        assert!(bad.check(3, 4).unwrap_err().to_string().contains("top_k"));
+    }
+
+    let expert = dense_experts(true).remove(0);
+    let shared = SharedExpert { intermediate: 2, expert, gate: Some(vec![0; 130]) };
+    shared.check(130, 129).unwrap();
+    assert!(shared.check(131, 129).unwrap_err().to_string().contains("gate"));
+    let short = SharedExpert { gate: Some(vec![0; 129]), ..shared };
+    assert!(short.check(130, 129).unwrap_err().to_string().contains("shared expert gate"));
 }

@@ -10,6 +10,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
+use crate::formats::FP8_BLOCK;
+use crate::types::{self, Gating, Groups, Routing};
 
 /// Largest JSON file that is read; real ones stay below 20 MB.
 const MAX_JSON: u64 = 256 << 20;
@@ -36,7 +38,7 @@ pub struct ModelConfig {
     pub first_moe_layer: Option<usize>,
     /// How the router turns logits into scores.
     pub scoring: Scoring,
-    /// Are the chosen weights divided by their sum? `norm_topk_prob`; families without the key do so.
+    /// Are the chosen weights divided by their sum? `norm_topk_prob`; where it is missing, as the family's own code does.
     pub normalize: bool,
     /// `routed_scaling_factor`, 1 where there is none.
     pub scaling_factor: f32,
@@ -52,14 +54,30 @@ pub struct ModelConfig {
     pub swiglu_limit: Option<f32>,
     /// `quantization_config`.
     pub quantization: Option<Quantization>,
+    /// `topk_method` (DeepSeek).
+    pub topk_method: Option<String>,
+    /// Whether `scoring_func` or the family says how the router scores.
+    #[serde(skip)]
+    scoring_known: bool,
 }
+
+/// Families whose routers have a correction bias and score by sigmoid.
+const CORRECTED: [&str; 4] = ["deepseek_v3", "deepseek_v32", "glm4_moe", "kimi_k2"];
+
+/// Families whose routers score by softmax.
+const SOFTMAX: [&str; 5] = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe"];
+
+/// Families whose code does not normalise where `norm_topk_prob` is missing.
+const UNNORMALIZED: [&str; 3] = ["qwen2_moe", "qwen3_moe", "olmoe"];
 
 /// How a router turns logits into scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "snake_case")]
 pub enum Scoring {
     /// Softmax over the experts.
     Softmax,
+    /// Softmax over the chosen experts alone.
+    SelectedSoftmax,
     /// Sigmoid of each logit; a bias, where there is one, takes part in the choice alone.
     Sigmoid,
 }
@@ -73,6 +91,8 @@ pub struct Quantization {
     pub format: Option<String>,
     /// `quant_algo` (ModelOpt), for example `NVFP4`.
     pub algo: Option<String>,
+    /// `weight_block_size` (fp8): rows and columns that share a scale.
+    pub block: Option<[usize; 2]>,
 }
 
 impl ModelConfig {
@@ -88,9 +108,13 @@ impl ModelConfig {
                 return Err(keys.error("scoring_func", format!("`{other}`, `softmax` or `sigmoid` needed")));
             }
             // transformers 5 writes no key for these families.
-            None if ["deepseek_v3", "deepseek_v32", "glm4_moe"].contains(&model_type.as_str()) => Scoring::Sigmoid,
+            None if CORRECTED.contains(&model_type.as_str()) => Scoring::Sigmoid,
+            None if model_type == "gpt_oss" => Scoring::SelectedSoftmax,
             None => Scoring::Softmax,
         };
+        let scoring_known = keys.string("scoring_func")?.is_some()
+            || model_type == "gpt_oss"
+            || [&CORRECTED[..], &SOFTMAX].concat().contains(&model_type.as_str());
         let intermediate = match keys.size("moe_intermediate_size")? {
             Some(size) => Some(size),
             // Elsewhere it is the width of the dense layers.
@@ -106,16 +130,98 @@ impl ModelConfig {
             layers: keys.size("num_hidden_layers")?,
             first_moe_layer: keys.size("first_k_dense_replace")?,
             scoring,
-            normalize: keys.bool("norm_topk_prob")?.unwrap_or(true),
+            normalize: keys.bool("norm_topk_prob")?.unwrap_or(!UNNORMALIZED.contains(&model_type.as_str())),
             scaling_factor: keys.float("routed_scaling_factor")?.unwrap_or(1.0),
             groups: keys.size("n_group")?.unwrap_or(1),
             top_groups: keys.size("topk_group")?.unwrap_or(1),
             shared_experts: keys.size("n_shared_experts")?.unwrap_or(0),
             activation: keys.string("hidden_act")?,
+            scoring_known,
+            topk_method: keys.string("topk_method")?,
             swiglu_limit: keys.float("swiglu_limit")?,
             quantization: keys.quantization()?,
             model_type,
         })
+    }
+
+    /// How the router's logits become expert ids and weights, or an error that names the key of which it is not known.
+    pub fn routing(&self) -> Result<Routing> {
+        let bad = |problem: String| Err(Error::Checkpoint { path: self.path.clone(), problem });
+        if !self.scoring_known {
+            return bad(format!(
+                "`model_type` is `{}`, whose routing is not known, and there is no `scoring_func`",
+                self.model_type
+            ));
+        }
+        let grouped = self.groups > 1;
+        match self.topk_method.as_deref() {
+            None | Some("noaux_tc" | "greedy") => {}
+            Some(other) if grouped => return bad(format!("`topk_method` is `{other}`, `noaux_tc` needed with groups")),
+            Some(_) => {}
+        }
+        let scoring = match self.scoring {
+            Scoring::Softmax => types::Scoring::Softmax,
+            Scoring::SelectedSoftmax => types::Scoring::SelectedSoftmax,
+            Scoring::Sigmoid => types::Scoring::Sigmoid,
+        };
+        let groups = (grouped && self.topk_method.as_deref() != Some("greedy"))
+            .then_some(Groups { count: self.groups, keep: self.top_groups });
+        if let (Some(groups), Some(experts)) = (groups, self.experts)
+            && !experts.is_multiple_of(groups.count)
+        {
+            return bad(format!("`n_group` is {}, a divisor of {experts} experts needed", groups.count));
+        }
+        Ok(Routing {
+            scoring,
+            top_k: self.top_k()?,
+            // The weights of SelectedSoftmax add up to 1 already.
+            renormalize: self.normalize && scoring != types::Scoring::SelectedSoftmax,
+            groups,
+            scale: self.scaling_factor,
+        })
+    }
+
+    /// What joins gate and up, from `hidden_act`, `swiglu_limit` and the family; or an error that names the key.
+    pub fn gating(&self) -> Result<Gating> {
+        let gating = match (self.model_type.as_str(), self.activation.as_deref()) {
+            ("gpt_oss", _) => match (Gating::GPT_OSS, self.swiglu_limit) {
+                (Gating::SwigluOai { alpha, .. }, Some(limit)) => Gating::SwigluOai { alpha, limit },
+                (gating, _) => gating,
+            },
+            (_, None | Some("silu" | "swish")) => Gating::Silu { limit: self.swiglu_limit },
+            (_, Some(other)) => {
+                let problem = format!("`hidden_act` is `{other}`, `silu` needed");
+                return Err(Error::Checkpoint { path: self.path.clone(), problem });
+            }
+        };
+        let bad = |error: Error| Error::Checkpoint { path: self.path.clone(), problem: error.to_string() };
+        gating.check().map(|()| gating).map_err(bad)
+    }
+
+    /// `Err` naming `weight_block_size` if there is one that is not 128 x 128.
+    pub(super) fn check_fp8_block(&self) -> Result<()> {
+        match self.quantization.as_ref().and_then(|quantization| quantization.block) {
+            Some(block) if block != [FP8_BLOCK; 2] => {
+                let problem = format!("`weight_block_size` is {block:?}, [{FP8_BLOCK}, {FP8_BLOCK}] needed");
+                Err(Error::Checkpoint { path: self.path.clone(), problem })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the family's routers have a correction bias.
+    pub(super) fn has_correction_bias(&self) -> bool {
+        CORRECTED.contains(&self.model_type.as_str())
+    }
+
+    /// Whether the family's routers have a bias on the logits.
+    pub(super) fn has_router_bias(&self) -> bool {
+        self.model_type == "gpt_oss"
+    }
+
+    /// Whether fused experts are gpt-oss's: gate and up by turns.
+    pub(super) fn interleaved(&self) -> bool {
+        self.model_type == "gpt_oss"
     }
 
     /// `num_experts_per_tok`, or an error that names it.
@@ -192,6 +298,11 @@ impl Keys<'_> {
             method: keys.string("quant_method")?,
             format: keys.string("format")?,
             algo: keys.string("quant_algo")?,
+            block: keys.get("weight_block_size", "two whole numbers", |value| {
+                let size = |index: usize| usize::try_from(value.get(index)?.as_u64()?).ok();
+                value.as_array().filter(|sizes| sizes.len() == 2)?;
+                Some([size(0)?, size(1)?])
+            })?,
         }))
     }
 }

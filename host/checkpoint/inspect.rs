@@ -9,7 +9,6 @@ use serde::{Serialize, Serializer};
 use super::Checkpoint;
 use super::config::ModelConfig;
 use super::experts::{DOWN, ExpertLayout, FUSED_DOWN, FUSED_GATE_UP, GATE, MoeBlock, UP, parse_number};
-use super::store::TensorStore;
 
 /// What a checkpoint holds.
 #[derive(Clone, Debug, Serialize)]
@@ -61,6 +60,8 @@ pub enum ExpertFormat {
     Nvfp4ModelOpt,
     /// NVFP4 as compressed-tensors writes it: `weight_packed`, `weight_global_scale` divides.
     Nvfp4CompressedTensors,
+    /// MXFP4 as gpt-oss has it: `gate_up_proj_blocks` and `gate_up_proj_scales`.
+    Mxfp4Blocks,
     /// E4M3 with `weight_scale_inv` (transformers).
     Fp8ScaleInv,
     /// E4M3 with `weight_scale` (compressed-tensors).
@@ -83,6 +84,7 @@ impl fmt::Display for ExpertFormat {
         f.write_str(match self {
             ExpertFormat::Nvfp4ModelOpt => "nvfp4 (modelopt)",
             ExpertFormat::Nvfp4CompressedTensors => "nvfp4 (compressed-tensors)",
+            ExpertFormat::Mxfp4Blocks => "mxfp4 (blocks)",
             ExpertFormat::Fp8ScaleInv => "fp8 (weight_scale_inv)",
             ExpertFormat::Fp8Scale => "fp8 (weight_scale)",
             ExpertFormat::Bf16 => "bf16",
@@ -108,7 +110,10 @@ pub(super) fn inspect(checkpoint: &Checkpoint) -> Inspect {
         bytes: store.iter().map(|tensor| tensor.bytes.len() as u64).sum(),
         layers: layers
             .into_iter()
-            .map(|layer| LayerInfo { layer, moe: checkpoint.block(layer).ok().map(|block| describe(store, block)) })
+            .map(|layer| LayerInfo {
+                layer,
+                moe: checkpoint.block(layer).ok().map(|block| describe(checkpoint, block)),
+            })
             .collect(),
     }
 }
@@ -120,17 +125,19 @@ fn layer_of(name: &str) -> Option<usize> {
     parse_number(parts.next()?)
 }
 
-fn describe(store: &TensorStore, block: &MoeBlock) -> MoeInfo {
+fn describe(checkpoint: &Checkpoint, block: &MoeBlock) -> MoeInfo {
+    let store = checkpoint.tensors();
     let mut formats = BTreeSet::new();
     // Experts, rows and columns of the first gate.
     let mut first_gate: Option<(usize, usize, usize)> = None;
     match block.layout {
         Some(ExpertLayout::Fused) => {
             for name in [FUSED_GATE_UP, FUSED_DOWN] {
-                let Some(weight) = describe_weight(store, &format!("{}.{name}", block.prefix)) else { continue };
+                let Some(weight) = describe_weight(checkpoint, &format!("{}.{name}", block.prefix)) else { continue };
                 formats.insert(weight.format);
                 if let (FUSED_GATE_UP, [experts, rows, cols]) = (name, &weight.dims[..]) {
-                    first_gate = Some((*experts, rows / 2, *cols));
+                    let (both, hidden) = if weight.transposed { (cols, rows) } else { (rows, cols) };
+                    first_gate = Some((*experts, both / 2, *hidden));
                 }
             }
         }
@@ -138,7 +145,9 @@ fn describe(store: &TensorStore, block: &MoeBlock) -> MoeInfo {
             for id in &block.ids {
                 for names in [GATE, UP, DOWN] {
                     let bases = names.map(|name| format!("{}.{id}.{name}", block.prefix));
-                    let Some(weight) = bases.iter().find_map(|base| describe_weight(store, base)) else { continue };
+                    let Some(weight) = bases.iter().find_map(|base| describe_weight(checkpoint, base)) else {
+                        continue;
+                    };
                     formats.insert(weight.format);
                     if let ([rows, cols], true) = (&weight.dims[..], names == GATE && first_gate.is_none()) {
                         first_gate = Some((block.ids.len(), *rows, *cols));
@@ -163,11 +172,20 @@ struct Weight {
     format: ExpertFormat,
     /// Dimensions in weights, not in bytes.
     dims: Vec<usize>,
+    /// Columns before rows.
+    transposed: bool,
 }
 
-fn describe_weight(store: &TensorStore, base: &str) -> Option<Weight> {
+fn describe_weight(checkpoint: &Checkpoint, base: &str) -> Option<Weight> {
+    let store = checkpoint.tensors();
     let has = |suffix: &str| [".", "_"].iter().any(|joint| store.find(&format!("{base}{joint}{suffix}")).is_some());
     let find = |suffixes: &[&str]| suffixes.iter().find_map(|suffix| store.find(&format!("{base}{suffix}")));
+    if let Some(blocks) = find(&["_blocks"]).filter(|tensor| tensor.dtype == Dtype::U8) {
+        let mut dims = blocks.shape.to_vec();
+        let bytes = dims.pop()?;
+        *dims.last_mut()? = dims.last()?.saturating_mul(bytes).saturating_mul(2);
+        return Some(Weight { format: ExpertFormat::Mxfp4Blocks, dims, transposed: false });
+    }
     let packed = find(&[".weight_packed", "_weight_packed"]);
     let tensor = packed.or_else(|| find(&["", ".weight"]))?;
     let (format, per_element) = match tensor.dtype {
@@ -182,5 +200,6 @@ fn describe_weight(store: &TensorStore, base: &str) -> Option<Weight> {
     if let Some(last) = dims.last_mut() {
         *last = last.saturating_mul(per_element);
     }
-    Some(Weight { format, dims })
+    let transposed = format == ExpertFormat::Bf16 && dims.len() == 3 && checkpoint.config().interleaved();
+    Some(Weight { format, dims, transposed })
 }

@@ -5,14 +5,17 @@
 //! lie beside plain shared experts and routers.
 
 mod config;
+mod dense;
 mod experts;
 mod inspect;
+mod moe;
 mod reference;
 mod store;
 
 pub use config::{ModelConfig, Quantization, Scoring};
 pub use experts::{ExpertLayout, MoeBlock};
 pub use inspect::{ExpertFormat, Inspect, LayerInfo, MoeInfo};
+pub use moe::{Experts, MoeWeights, SharedWeights};
 pub use reference::Reference;
 pub use store::{Tensor, TensorStore};
 
@@ -76,14 +79,28 @@ impl Checkpoint {
     }
 
     /// The NVFP4 experts of `layer`, borrowed from the files: by ModelOpt or compressed-tensors, one tensor an expert
-    /// or fused. Every expert is checked; an error names the tensor and all the experts that have the fault.
+    /// or fused. Every expert is checked; an error names the tensor and all the experts that have the fault. Biases have no place
+    /// here: experts with biases are an error.
     pub fn nvfp4_tensors(&self, layer: usize) -> Result<Vec<ExpertTensors<'_>>> {
         experts::nvfp4_tensors(&self.store, self.block(layer)?, &self.config)
     }
 
-    /// The NVFP4 experts of `layer` in the layout that kernels read.
+    /// The NVFP4 experts of `layer`, with their biases where they have any, in the layout that kernels read.
     pub fn load_nvfp4(&self, layer: usize) -> Result<Fp4Experts> {
-        Fp4Experts::pack(&self.nvfp4_tensors(layer)?)
+        experts::load_nvfp4(&self.store, self.block(layer)?, &self.config)
+    }
+
+    /// The routed experts of `layer` in whatever format they are stored: NVFP4 as [`Checkpoint::load_nvfp4`] reads it, gpt-oss's
+    /// MXFP4, bf16 (one set of tensors an expert, fused, or gpt-oss's), or e4m3 with one scale for each 128x128 block, as
+    /// transformers and compressed-tensors write it. Biases come with them. All experts need the format of the first.
+    pub fn load_experts(&self, layer: usize) -> Result<Experts> {
+        moe::load_experts(&self.store, self.block(layer)?, &self.config)
+    }
+
+    /// Everything that the mixture-of-experts block of `layer` is made of: routed experts, router with its routing, shared expert,
+    /// gating. Errors name the tensor, or the key of config.json.
+    pub fn load_moe(&self, layer: usize) -> Result<MoeWeights> {
+        moe::load(&self.store, self.block(layer)?, &self.config)
     }
 
     /// Shape of a layer with the given experts: theirs, with config.json's `num_experts_per_tok`.
