@@ -9,6 +9,7 @@ use megamoe::formats::quantize::quantize_mxfp4;
 use megamoe::formats::{DenseExpert, DenseExperts, DenseMatrix, ExpertTensors, Fp4Experts, GlobalScale, e4m3, float16};
 use megamoe::reference::topk;
 use megamoe::{Error, Gating, Groups, Routing, Scoring, WeightFormat};
+use proptest::prelude::*;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -777,6 +778,70 @@ fn shared_experts_keep_their_own_format() {
     assert!(expert == expected);
     let scale = "shared_experts.up_proj.weight_global_scale";
     model.without(scale).faulty(scale, "missing");
+}
+
+#[test]
+fn experts_without_weights_are_errors() {
+    let mut model = Model::gpt_oss().set("intermediate_size", 0.into());
+    model.insert("experts.gate_up_proj", Raw::bf16(&[EXPERTS, HIDDEN, 0], &[]));
+    model.insert("experts.down_proj", Raw::bf16(&[EXPERTS, 0, HIDDEN], &[]));
+    model.insert("experts.gate_up_proj_bias", Raw::bf16(&[EXPERTS, 0], &[]));
+    model.faulty("experts.gate_up_proj", "at least 1");
+    let mut model = Model::mxfp4();
+    for (name, shape) in [("blocks", &[EXPERTS, 0, 5, 16][..]), ("scales", &[EXPERTS, 0, 5])] {
+        model.insert(&format!("experts.gate_up_proj_{name}"), Raw::u8(Dtype::U8, shape, Vec::new()));
+    }
+    model.set("intermediate_size", 0.into()).faulty("experts.gate_up_proj_blocks", "needed");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
+
+    #[test]
+    fn damaged_numbers_never_panic(
+        form in 0usize..4,
+        which in any::<prop::sample::Index>(),
+        number in prop_oneof![any::<u64>(), 0u64..600, Just(0)],
+        key in prop::sample::select(vec!["hidden_size", "intermediate_size", "moe_intermediate_size", "num_experts", "n_group", "num_experts_per_tok"]),
+        of_config in any::<bool>(),
+        silent in any::<bool>(),
+    ) {
+        let mut model = match form {
+            0 => Model::bf16(),
+            1 => Model::gpt_oss(),
+            2 => Model::mxfp4(),
+            _ => Model::fp8("weight_scale_inv", Raw::f32),
+        };
+        if silent {
+            model.config = json!({"model_type": model.config["model_type"], "num_experts_per_tok": 2});
+        }
+        if of_config {
+            model.config[key] = number.into();
+        }
+        let folder = model.write();
+        if !of_config {
+            // One number of a shape or an offset.
+            let path = folder.path().join("model.safetensors");
+            let bytes = fs::read(&path).unwrap();
+            let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+            let header = String::from_utf8(bytes[8..8 + length].to_vec()).unwrap();
+            let starts: Vec<usize> = header
+                .char_indices()
+                .filter(|&(i, c)| c.is_ascii_digit() && header[..i].ends_with(['[', ',']))
+                .map(|(i, _)| i)
+                .collect();
+            let start = starts[which.index(starts.len())];
+            let end = start + header[start..].find(|c: char| !c.is_ascii_digit()).unwrap();
+            let damaged = format!("{}{number}{}", &header[..start], &header[end..]);
+            let file = [&(damaged.len() as u64).to_le_bytes()[..], damaged.as_bytes(), &bytes[8 + length..]].concat();
+            fs::write(&path, file).unwrap();
+        }
+        // The result does not matter, only that there is one.
+        if let Ok(checkpoint) = Checkpoint::open(folder.path()) {
+            let _ = checkpoint.inspect();
+            let _ = checkpoint.load_moe(0);
+        }
+    }
 }
 
 #[test]

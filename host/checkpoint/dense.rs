@@ -188,6 +188,9 @@ fn fused(store: &TensorStore, block: &MoeBlock, config: &ModelConfig) -> Result<
     let intermediate = config.intermediate.unwrap_or(of_both / 2);
     let count = config.experts.unwrap_or(experts);
     check_count(store, block, count)?;
+    if hidden == 0 || intermediate == 0 {
+        return Err(gate_up.error(format!("{:?}: hidden and intermediate size of at least 1 needed", gate_up.shape)));
+    }
     let both = intermediate.saturating_mul(2);
     for (tensor, [rows, cols]) in [(gate_up, [both, hidden]), (down, [hidden, intermediate])] {
         let needed = if transposed { [count, cols, rows] } else { [count, rows, cols] };
