@@ -47,7 +47,7 @@ pub enum SharedWeights {
     Fp4 {
         /// A set of one expert.
         expert: Fp4Experts,
-        /// bf16 bits [hidden]; the output is multiplied by the sigmoid of its dot product with x.
+        /// bf16 bits `[hidden]`; the output is multiplied by the sigmoid of its dot product with x.
         gate: Option<Vec<u16>>,
     },
 }
@@ -61,7 +61,7 @@ impl SharedWeights {
         }
     }
 
-    /// Gate on its output, bf16 bits [hidden].
+    /// Gate on its output, bf16 bits `[hidden]`.
     pub fn gate(&self) -> Option<&[u16]> {
         match self {
             SharedWeights::Dense(SharedExpert { gate, .. }) | SharedWeights::Fp4 { gate, .. } => gate.as_deref(),

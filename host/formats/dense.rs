@@ -58,7 +58,7 @@ pub struct DenseExpert {
     pub up: DenseMatrix,
     /// [output, intermediate].
     pub down: DenseMatrix,
-    /// Biases of gate and up [intermediate] and of down [output].
+    /// Biases of gate and up `[intermediate]` and of down `[output]`.
     pub biases: Option<[Vec<f32>; 3]>,
 }
 
@@ -77,9 +77,9 @@ pub struct DenseExperts {
 pub struct RouterWeights {
     /// bf16 bits [E, hidden].
     pub weight: Vec<u16>,
-    /// Bias of the logits [E] (gpt-oss).
+    /// Bias of the logits `[E]` (gpt-oss).
     pub bias: Option<Vec<f32>>,
-    /// Correction bias [E]: takes part in the choice of experts alone.
+    /// Correction bias `[E]`: takes part in the choice of experts alone.
     pub correction_bias: Option<Vec<f32>>,
     /// How logits become ids and weights.
     pub routing: Routing,
@@ -92,7 +92,7 @@ pub struct SharedExpert {
     pub intermediate: usize,
     /// Its weights.
     pub expert: DenseExpert,
-    /// bf16 bits [hidden]; the output is multiplied by the sigmoid of its dot product with x (Qwen2-MoE, Qwen3-Next).
+    /// bf16 bits `[hidden]`; the output is multiplied by the sigmoid of its dot product with x (Qwen2-MoE, Qwen3-Next).
     pub gate: Option<Vec<u16>>,
 }
 
