@@ -321,7 +321,7 @@ fn other_activations_and_formats_are_refused() {
     let config = std::fs::read_to_string(gelu.path().join("config.json")).unwrap();
     assert!(config.contains("\"silu\""));
     std::fs::write(gelu.path().join("config.json"), config.replace("\"silu\"", "\"gelu\"")).unwrap();
-    refused(&run(gelu.path(), &[]), &["`hidden_act` is gelu"]);
+    refused(&run(gelu.path(), &[]), &["`hidden_act` is `gelu`"]);
 }
 
 #[test]

@@ -200,7 +200,7 @@ impl Block {
             }
             Experts::Dense(experts) => {
                 let layer = GroupedLayer::new(device, experts, top_k, self.grouped(experts))?;
-                let plan = layer.plan(tokens)?;
+                let plan = Box::new(layer.plan(tokens)?);
                 ExpertsOnDevice::Dense { workspace: Workspace::for_grouped(device, &plan)?, layer, plan }
             }
         })
@@ -254,7 +254,7 @@ struct SharedOnDevice {
 
 enum ExpertsOnDevice {
     Fp4 { layer: Layer, plan: Plan, workspace: Workspace },
-    Dense { layer: GroupedLayer, plan: GroupedPlan, workspace: Workspace },
+    Dense { layer: GroupedLayer, plan: Box<GroupedPlan>, workspace: Workspace },
 }
 
 impl ExpertsOnDevice {

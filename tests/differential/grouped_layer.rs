@@ -85,7 +85,7 @@ impl Case {
         biased: bool,
         seed: u64,
     ) -> Self {
-        let LayerShape { hidden, intermediate, output, experts, top_k } = shape;
+        let LayerShape { hidden, intermediate, output, experts, .. } = shape;
         let random = &mut Random(seed);
         let mut expert = |_| DenseExpert {
             gate: matrix(random, arithmetic, intermediate, hidden),
