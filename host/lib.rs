@@ -5,7 +5,8 @@
 //! | [`checkpoint`] | mixture-of-experts blocks of other tools' checkpoints |
 //! | [`formats`] | E2M1, e4m3, e8m0, scale layouts, packing and quantising experts to NVFP4 and MXFP4; bf16 and fp8 experts |
 //! | [`device`] | a GPU or the emulator behind one trait, and typed buffers |
-//! | [`layer`] | weights on a device, and the forward pass |
+//! | [`layer`] | FP4 weights on a device, and the forward pass |
+//! | [`grouped_layer`] | the same for FP8 and BF16 weights |
 //! | [`ops`] | the single operations, each with a checked launcher |
 //! | [`plan`], [`workspace`] | kernels, grids and scratch memory of a pass; limits |
 //! | [`mod@reference`] | what a pass must give, bit for bit |
@@ -22,6 +23,7 @@ pub mod device;
 pub mod diff;
 pub mod error;
 pub mod formats;
+pub mod grouped_layer;
 pub mod layer;
 pub mod ops;
 pub mod plan;

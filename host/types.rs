@@ -1,5 +1,7 @@
 //! Shapes, options and weights that every part of the library shares.
 
+use crate::formats::DenseFormat;
+
 /// Dimensions of a layer's routed experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerShape {
@@ -125,6 +127,72 @@ pub struct LayerOptions {
     pub activation: Activation,
     /// Order of the sums.
     pub order: Order,
+    /// What joins gate and up, with its clamp.
+    pub gating: Gating,
+}
+
+/// Operands of the grouped GEMMs of a layer whose experts are FP8 or BF16, and with them the order of its sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GroupedArithmetic {
+    /// FP8 experts; activations are quantised to e4m3 before each GEMM.
+    W8a8,
+    /// FP8 experts, bf16 activations.
+    W8a16,
+    /// BF16 experts and activations.
+    Bf16,
+}
+
+impl GroupedArithmetic {
+    /// All of them.
+    pub const ALL: [GroupedArithmetic; 3] =
+        [GroupedArithmetic::W8a8, GroupedArithmetic::W8a16, GroupedArithmetic::Bf16];
+
+    /// Its name in small letters.
+    pub const fn name(self) -> &'static str {
+        match self {
+            GroupedArithmetic::W8a8 => "w8a8",
+            GroupedArithmetic::W8a16 => "w8a16",
+            GroupedArithmetic::Bf16 => "bf16",
+        }
+    }
+
+    /// Format of the experts that it takes.
+    pub const fn weights(self) -> DenseFormat {
+        match self {
+            GroupedArithmetic::W8a8 | GroupedArithmetic::W8a16 => DenseFormat::Fp8,
+            GroupedArithmetic::Bf16 => DenseFormat::Bf16,
+        }
+    }
+
+    /// The first choice for experts of `format`.
+    pub const fn of(format: DenseFormat) -> Self {
+        match format {
+            DenseFormat::Fp8 => GroupedArithmetic::W8a8,
+            DenseFormat::Bf16 => GroupedArithmetic::Bf16,
+        }
+    }
+
+    /// `Err` naming `arithmetic` unless it takes experts of `format`.
+    pub(crate) fn check(self, format: DenseFormat) -> crate::Result<()> {
+        if self.weights() == format {
+            return Ok(());
+        }
+        let needed = format!("one for {format} experts");
+        Err(crate::Error::argument("arithmetic", self, needed))
+    }
+}
+
+impl std::fmt::Display for GroupedArithmetic {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// What selects the arithmetic of a layer with FP8 or BF16 experts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GroupedOptions {
+    /// Operands of the GEMMs; must be for the experts' format.
+    pub arithmetic: GroupedArithmetic,
     /// What joins gate and up, with its clamp.
     pub gating: Gating,
 }

@@ -2,6 +2,7 @@
 
 use crate::device::{Buffer, DeviceHandle};
 use crate::error::Result;
+use crate::grouped_layer::GroupedPlan;
 use crate::plan::Plan;
 use kernels_gpu::status;
 
@@ -30,6 +31,15 @@ impl Workspace {
         let workspace = Workspace { memory };
         workspace.clear_status()?;
         Ok(workspace)
+    }
+
+    /// Memory for passes of a plan of a [`crate::grouped_layer::GroupedLayer`].
+    pub fn for_grouped(device: &DeviceHandle, plan: &GroupedPlan) -> Result<Self> {
+        let memory = Buffer::new(device, plan.workspace_bytes())?;
+        // Between the GEMMs whole buffers are walked, rows of pairs without an expert too. What they hold has no influence, but
+        // it is never left unwritten.
+        memory.fill(0)?;
+        Ok(Workspace { memory })
     }
 
     /// Size in bytes.

@@ -104,7 +104,20 @@ fn run(checkpoint: &Path, args: &[&str]) -> Output {
 fn run_compares_every_back_end_with_the_reference() {
     for (name, layer) in CHECKPOINTS {
         let report = json(&run(&testdata(name), &["--json"]), 0);
-        assert_eq!(keys(&report), BTreeSet::from(["checkpoint", "layer", "format", "shape", "tokens", "results"]));
+        let needed = [
+            "checkpoint",
+            "layer",
+            "format",
+            "shape",
+            "tokens",
+            "routing",
+            "topk_sets_equal",
+            "shared_expert",
+            "results",
+        ];
+        assert_eq!(keys(&report), BTreeSet::from(needed));
+        assert_eq!((&report["routing"], &report["topk_sets_equal"]), (&json!("router"), &json!(true)));
+        assert_eq!(report["shared_expert"], name.starts_with("deepseek"));
         assert_eq!(keys(&report["shape"]), BTreeSet::from(["hidden", "intermediate", "experts", "top_k"]));
         assert_eq!((report["layer"].as_u64(), report["tokens"].as_u64()), (Some(layer as u64), Some(16)));
         assert_eq!(report["format"], "nvfp4");
@@ -128,6 +141,69 @@ fn run_compares_every_back_end_with_the_reference() {
             assert!(result["milliseconds"].as_f64().unwrap() > 0.0);
         }
     }
+}
+
+/// The reference's ids and weights give nearly the same output as the router's; other ids than the reference's are said to be.
+#[test]
+fn run_takes_routing_from_router_or_reference() {
+    let checkpoint = testdata("deepseekv3-tiny-nvfp4a16-ct");
+    let run = |args: &[&str]| run(&checkpoint, &[&["--json", "--backend", "cpu"], args].concat());
+    let report = json(&run(&["--routing", "reference"]), 0);
+    assert_eq!((&report["routing"], &report["topk_sets_equal"]), (&json!("reference"), &Value::Null));
+    let router = json(&run(&["--routing", "router"]), 0);
+    assert_eq!((&router["routing"], &router["topk_sets_equal"]), (&json!("router"), &json!(true)));
+    assert!(router["results"][0]["rel_l2_error"].as_f64().unwrap() < 5e-3, "{router}");
+
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("other.safetensors");
+    std::fs::copy(checkpoint.join("reference.safetensors"), &file).unwrap();
+    // The first token's first expert becomes its neighbour, which is not among its others.
+    alter(&file, "topk_ids", |bytes| {
+        let id = |slot: usize| i32::from_le_bytes(bytes[4 * slot..][..4].try_into().unwrap());
+        let others = [id(1), id(2), id(3)];
+        let other = (0..16).find(|other| *other != id(0) && !others.contains(other)).unwrap();
+        bytes[..4].copy_from_slice(&other.to_le_bytes());
+    });
+    let file = file.to_str().unwrap();
+    let report = json(&run(&["--reference", file]), 0);
+    assert_eq!(report["topk_sets_equal"], json!(false));
+    // With them the output is another one.
+    json(&run(&["--reference", file, "--routing", "reference"]), 1);
+
+    let alone = copy("qwen3moe-nvfp4-modelopt");
+    std::fs::remove_file(alone.path().join("reference.safetensors")).unwrap();
+    let alone = alone.path().to_str().unwrap();
+    refused(&megamoe(&["run", "--checkpoint", alone, "--routing", "reference"]), &["`routing`", "reference file"]);
+}
+
+/// Every folder of MEGAMOE_CHECKPOINTS: bf16, fp8, nvfp4, with and without biases and shared experts.
+#[test]
+fn run_takes_checkpoints_of_every_format() {
+    let Some(folders) = std::env::var_os("MEGAMOE_CHECKPOINTS") else {
+        println!("skipped: MEGAMOE_CHECKPOINTS is not set");
+        return;
+    };
+    let mut seen = 0;
+    for folder in std::fs::read_dir(folders).unwrap().map(|entry| entry.unwrap().path()) {
+        if !folder.join("reference.safetensors").exists() {
+            continue;
+        }
+        seen += 1;
+        let report = json(&run(&folder, &["--json", "--backend", "emulator"]), 0);
+        let result = &report["results"][0];
+        assert_eq!(
+            (&report["topk_sets_equal"], &result["bits_equal_to_cpu"]),
+            (&json!(true), &json!(true)),
+            "{report}"
+        );
+        assert!(result["rel_l2_error"].as_f64().unwrap() < 1e-2, "{report}");
+        if report["format"] == "fp8" {
+            let report = json(&run(&folder, &["--json", "--backend", "emulator", "--fp8-activations"]), 0);
+            let distance = report["results"][0]["rel_l2_error"].as_f64().unwrap();
+            assert!(distance > 1e-2 && distance < 8e-2, "{report}");
+        }
+    }
+    assert!(seen > 0, "no checkpoints there");
 }
 
 #[test]
@@ -245,7 +321,7 @@ fn other_activations_and_formats_are_refused() {
     let config = std::fs::read_to_string(gelu.path().join("config.json")).unwrap();
     assert!(config.contains("\"silu\""));
     std::fs::write(gelu.path().join("config.json"), config.replace("\"silu\"", "\"gelu\"")).unwrap();
-    refused(&run(gelu.path(), &[]), &["`hidden_act` is gelu"]);
+    refused(&run(gelu.path(), &[]), &["`hidden_act` is `gelu`"]);
 }
 
 #[test]

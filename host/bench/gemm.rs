@@ -128,7 +128,6 @@ pub fn gemm(gpu: &Arc<Gpu>, options: &GemmOptions, mut report: impl FnMut(&GemmR
                 }
             }
             let counts: Vec<usize> = of_expert.iter().map(Vec::len).collect();
-            let fullest = counts.iter().copied().max().unwrap_or(0);
             let ids = Buffer::from_slice(&device, &of_expert.concat())?;
             let mut offsets = vec![0i32];
             for &count in &counts {
@@ -157,7 +156,8 @@ pub fn gemm(gpu: &Arc<Gpu>, options: &GemmOptions, mut report: impl FnMut(&GemmR
                         tiles: match kernel {
                             GemmKernel::W8a8 => Tiles::Dense {
                                 expert_offsets: &offsets,
-                                max_m_tiles: fullest.div_ceil(op.m_tile() as usize),
+                                // A caller that does not wait for the routing has to allow for the fullest expert possible.
+                                max_m_tiles: pairs.div_ceil(op.m_tile() as usize),
                             },
                             _ => Tiles::Listed { worklist: &worklist, total: &total },
                         },

@@ -5,6 +5,7 @@
 mod backend;
 mod bench;
 mod bench_ops;
+mod block;
 mod diff;
 mod html;
 mod info;

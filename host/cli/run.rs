@@ -1,18 +1,17 @@
-//! `megamoe run`: the routed experts of one layer of a checkpoint, on every back end.
+//! `megamoe run`: the mixture-of-experts block of one layer of a checkpoint, on every back end.
 
 use super::Verdict;
 use super::backend::{BackEnd, Choice, has_exact_bits, open_emulator, open_gpu};
+use super::block::{Block, BlockInputs, BlockResult, OnDevice};
 use super::output::{self, Progress, verdict_cell};
 use console::style;
 use cuda_std::arch::ArchId;
 use megamoe::checkpoint::{Checkpoint, ExpertFormat, Reference};
-use megamoe::device::{Buffer, DeviceHandle};
+use megamoe::device::DeviceHandle;
 use megamoe::diff::{Random, floats};
-use megamoe::formats::{Fp4Experts, float16};
-use megamoe::layer::{Hidden, Inputs, Layer};
-use megamoe::reference::{Fp4View, LayerInputs, LayerResult, Mode, Status, layer, layer_bound};
-use megamoe::workspace::Workspace;
-use megamoe::{Error, Gating, LayerOptions, LayerShape, Result, XType};
+use megamoe::formats::float16;
+use megamoe::reference::{LayerInputs, layer_bound};
+use megamoe::{Error, LayerShape, Result, XType};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -22,6 +21,27 @@ const DEFAULT_TOKENS: usize = 16;
 
 /// The largest relative distance (L2) from the reference output that counts as agreement: it was computed with activations in f32.
 const MAX_REL_L2: f64 = 2e-2;
+
+/// The same with e4m3 activations, whose codes have three bits behind the point: x and what joins gate and up are rounded by up to
+/// 1/16 each.
+const MAX_REL_L2_E4M3: f64 = 8e-2;
+
+/// The largest relative distance from the CPU's result on a GPU with other tensor cores, where no bound of the single values is
+/// known.
+const MAX_REL_L2_TO_CPU: f64 = 1e-2;
+
+/// Where expert ids and weights come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+enum RoutingFrom {
+    /// The checkpoint's router, from the hidden states.
+    Router,
+    /// The reference file.
+    Reference,
+    /// Drawn at random: neither is there.
+    #[value(skip)]
+    Random,
+}
 
 /// Options of `run`.
 #[derive(Debug, clap::Args)]
@@ -38,6 +58,12 @@ pub struct Args {
     /// Number of tokens [default: all of the reference's, or 16 random ones].
     #[arg(long, value_name = "M")]
     tokens: Option<usize>,
+    /// Where expert ids and weights come from [default: the checkpoint's router, where it has one].
+    #[arg(long, value_enum)]
+    routing: Option<RoutingFrom>,
+    /// Quantise activations to e4m3 before FP8 experts, instead of leaving them bf16.
+    #[arg(long)]
+    fp8_activations: bool,
     /// Seed of random inputs and of the emulator's scheduling.
     #[arg(long, value_name = "S", default_value_t = 0)]
     seed: u64,
@@ -58,6 +84,12 @@ struct Report {
     format: &'static str,
     shape: Shape,
     tokens: usize,
+    routing: RoutingFrom,
+    /// Whether each token has the reference's experts on every back end that ran; null where the router did not choose, or without
+    /// a reference.
+    topk_sets_equal: Option<bool>,
+    /// Whether the output has the shared expert in it.
+    shared_expert: bool,
     results: Vec<Outcome>,
 }
 
@@ -81,6 +113,8 @@ struct Outcome {
     milliseconds: Option<f64>,
     #[serde(skip)]
     agrees: bool,
+    #[serde(skip)]
+    topk_sets_equal: Option<bool>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -98,6 +132,8 @@ struct Batch {
     topk_ids: Vec<i32>,
     topk_weights: Vec<f32>,
     expected: Option<Vec<f32>>,
+    /// Ids of the reference.
+    expected_ids: Option<Vec<i32>>,
     /// For people: where it came from.
     source: String,
 }
@@ -112,6 +148,10 @@ impl Batch {
             topk_w: &self.topk_weights,
         }
     }
+
+    fn block_inputs(&self) -> BlockInputs<'_> {
+        BlockInputs { tokens: self.tokens, x: &self.x, topk_ids: &self.topk_ids, topk_weights: &self.topk_weights }
+    }
 }
 
 pub fn run(args: &Args) -> Result<Verdict> {
@@ -123,26 +163,39 @@ pub fn run(args: &Args) -> Result<Verdict> {
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
     let number = args.layer.map_or_else(|| checkpoint.default_layer(), Ok)?;
     let reference = find_reference(args, number)?;
-    let options = options_of(&checkpoint)?;
-    let writer = format_of(&checkpoint, number)?;
-    progress.now(format!("loading the experts of layer {number}"));
-    let experts = checkpoint.load_nvfp4(number)?;
-    let shape = shape_of(&checkpoint, &experts, reference.as_ref())?;
-    megamoe::plan::check(&shape, &options)?;
+    let writer = format_of(&checkpoint, number);
+    progress.now(format!("loading layer {number}"));
+    let weights = checkpoint.load_moe(number)?;
+    let shape = weights.shape;
+    let format = weights.experts.format();
+    let routing = match (args.routing, &weights.router, &reference) {
+        (Some(RoutingFrom::Router), None, _) => {
+            return Err(Error::argument("routing", "router", "a checkpoint that has a router"));
+        }
+        (Some(RoutingFrom::Reference), _, None) => {
+            return Err(Error::argument("routing", "reference", "a reference file"));
+        }
+        (Some(RoutingFrom::Router) | None, Some(_), _) => RoutingFrom::Router,
+        (Some(RoutingFrom::Reference) | None, _, Some(_)) => RoutingFrom::Reference,
+        _ => RoutingFrom::Random,
+    };
+    // An older reference file has the routed experts' output alone.
+    let with_shared = reference.as_ref().is_none_or(|(_, reference)| reference.out.is_some());
+    let block = Block::new(weights, routing == RoutingFrom::Router, with_shared, args.fp8_activations)?;
     let batch = match &reference {
-        Some((path, reference)) => from_reference(path, reference, &shape, args.tokens)?,
+        Some((path, reference)) => from_reference(path, reference, &shape, args.tokens, block.has_shared())?,
         None => random(&shape, args.tokens.unwrap_or(DEFAULT_TOKENS), args.seed)?,
     };
-    batch.inputs().check(&shape, options.activation)?;
+    batch.inputs().check(&shape, megamoe::Activation::Bf16)?;
 
-    let run = Run { shape, options, experts: &experts, batch: &batch };
+    let run = Run { block: &block, batch: &batch, routing };
     progress.now("computing the exact reference on the CPU");
     let cpu = timed(|| run.on_cpu())?;
     let mut results = Vec::new();
     for &backend in args.backend.back_ends() {
         progress.now(format!("running on the {backend}"));
         let outcome = match backend {
-            BackEnd::Cpu => run.judge(backend, &cpu.0, &cpu, None),
+            BackEnd::Cpu => run.judge(backend, &cpu.0, &cpu, &Wanted::Bits),
             BackEnd::Emulator => {
                 run.on_device(backend, &open_emulator(args.seed, ArchId::Sm90), &cpu.0, |_, work| timed(work))
             }
@@ -162,6 +215,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
                     rel_l2_error: None,
                     milliseconds: None,
                     agrees: true,
+                    topk_sets_equal: None,
                 },
                 Err(error) => failed(backend, &error),
             },
@@ -175,15 +229,18 @@ pub fn run(args: &Args) -> Result<Verdict> {
     let report = Report {
         checkpoint: args.checkpoint.display().to_string(),
         layer: number,
-        format: "nvfp4",
+        format,
         shape: Shape { hidden, intermediate, experts, top_k },
         tokens: batch.tokens,
+        routing,
+        topk_sets_equal: results.iter().filter_map(|outcome| outcome.topk_sets_equal).reduce(|a, b| a && b),
+        shared_expert: block.has_shared(),
         results,
     };
     if args.json {
         output::say_json(&report);
     } else {
-        print(&report, writer.as_ref(), &batch);
+        print(&report, writer.as_ref(), &batch, run.max_rel_l2());
     }
     Ok(if agreed { Verdict::Agreed } else { Verdict::Disagreed })
 }
@@ -209,50 +266,19 @@ fn find_reference(args: &Args, layer: usize) -> Result<Option<(PathBuf, Referenc
     Ok(Some((path, reference)))
 }
 
-/// The NVFP4 format of a layer's experts, as far as names and types tell. An error where they are in a known format that is not
-/// NVFP4: the loader would only complain about missing tensors.
-fn format_of(checkpoint: &Checkpoint, layer: usize) -> Result<Option<ExpertFormat>> {
-    let info = checkpoint.inspect().layers.into_iter().find(|info| info.layer == layer);
-    let formats = info.and_then(|info| info.moe).map_or(Vec::new(), |moe| moe.formats);
-    let other = |format: &ExpertFormat| !format.is_nvfp4() && !matches!(format, ExpertFormat::Other(_));
-    if !formats.is_empty() && formats.iter().all(other) {
-        let formats = formats.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-        let problem = format!("the experts of layer {layer} are {formats}, NVFP4 needed");
-        return Err(Error::Checkpoint { path: checkpoint.path().to_path_buf(), problem });
-    }
-    Ok(formats.into_iter().find(ExpertFormat::is_nvfp4))
+/// The format of a layer's experts with its writer's name, as far as names and types tell.
+fn format_of(checkpoint: &Checkpoint, layer: usize) -> Option<ExpertFormat> {
+    let info = checkpoint.inspect().layers.into_iter().find(|info| info.layer == layer)?;
+    info.moe?.formats.into_iter().find(|format| !matches!(format, ExpertFormat::Other(_)))
 }
 
-/// The arithmetic that config.json asks for, or an error where it asks for another one than this layer's.
-fn options_of(checkpoint: &Checkpoint) -> Result<LayerOptions> {
-    let config = checkpoint.config();
-    let other = |what: String| Error::Checkpoint {
-        path: config.path().to_path_buf(),
-        problem: format!("{what}: experts here compute silu(gate)·up"),
-    };
-    if config.model_type == "gpt_oss" {
-        return Err(other("`model_type` is gpt_oss, whose activation is another".into()));
-    }
-    match config.activation.as_deref() {
-        None | Some("silu" | "swiglu") => {}
-        Some(name) => return Err(other(format!("`hidden_act` is {name}"))),
-    }
-    Ok(LayerOptions { gating: Gating::Silu { limit: config.swiglu_limit }, ..Default::default() })
-}
-
-/// Shape of the layer; experts per token come from config.json or, where it is silent, from the reference.
-fn shape_of(
-    checkpoint: &Checkpoint,
-    experts: &Fp4Experts,
-    reference: Option<&(PathBuf, Reference)>,
-) -> Result<LayerShape> {
-    match (checkpoint.config().top_k, reference) {
-        (None, Some((_, reference))) => Ok(experts.shape().with_top_k(reference.top_k)),
-        _ => checkpoint.layer_shape(experts),
-    }
-}
-
-fn from_reference(path: &Path, reference: &Reference, shape: &LayerShape, tokens: Option<usize>) -> Result<Batch> {
+fn from_reference(
+    path: &Path,
+    reference: &Reference,
+    shape: &LayerShape,
+    tokens: Option<usize>,
+    with_shared: bool,
+) -> Result<Batch> {
     let wrong =
         |tensor: &str, problem: String| Error::Tensor { path: path.to_path_buf(), tensor: tensor.into(), problem };
     if reference.hidden != shape.hidden {
@@ -275,13 +301,16 @@ fn from_reference(path: &Path, reference: &Reference, shape: &LayerShape, tokens
         tokens => tokens.unwrap_or(reference.tokens),
     };
     let pairs = tokens * shape.top_k;
+    // Without a shared expert both are the same output.
+    let expected = reference.out.as_ref().filter(|_| with_shared).unwrap_or(&reference.routed_out);
     let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
     Ok(Batch {
         tokens,
         x: reference.x[..tokens * shape.hidden].to_vec(),
         topk_ids: reference.topk_ids[..pairs].to_vec(),
         topk_weights: reference.topk_weights[..pairs].to_vec(),
-        expected: Some(reference.routed_out[..tokens * shape.output].to_vec()),
+        expected: Some(expected[..tokens * shape.output].to_vec()),
+        expected_ids: Some(reference.topk_ids[..pairs].to_vec()),
         source: format!("of {name}"),
     })
 }
@@ -311,7 +340,15 @@ fn random(shape: &LayerShape, tokens: usize, seed: u64) -> Result<Batch> {
         let sum: f32 = scores.iter().sum();
         topk_weights.extend(scores.iter().map(|score| score / sum));
     }
-    Ok(Batch { tokens, x, topk_ids, topk_weights, expected: None, source: format!("at random, seed {seed}") })
+    Ok(Batch {
+        tokens,
+        x,
+        topk_ids,
+        topk_weights,
+        expected: None,
+        expected_ids: None,
+        source: format!("at random, seed {seed}"),
+    })
 }
 
 fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
@@ -320,58 +357,29 @@ fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
     Ok((value, start.elapsed().as_secs_f64() * 1e3))
 }
 
-/// One layer and one batch, to be run anywhere.
+/// One block and one batch, to be run anywhere.
 struct Run<'a> {
-    shape: LayerShape,
-    options: LayerOptions,
-    experts: &'a Fp4Experts,
+    block: &'a Block,
     batch: &'a Batch,
-}
-
-/// The layer and the batch on a device.
-struct OnDevice {
-    layer: Layer,
-    plan: megamoe::plan::Plan,
-    workspace: Workspace,
-    tokens: usize,
-    x: Buffer<u16>,
-    topk_ids: Buffer<i32>,
-    topk_weights: Buffer<f32>,
-    out: Buffer<u16>,
-}
-
-impl OnDevice {
-    fn forward(&self) -> Result<()> {
-        let OnDevice { topk_ids, topk_weights, tokens, .. } = self;
-        let inputs = Inputs { tokens: *tokens, x: Hidden::Bf16(&self.x), topk_ids, topk_weights };
-        self.layer.forward(&self.plan, &self.workspace, inputs, &self.out)
-    }
-
-    fn take(&self) -> Result<LayerResult> {
-        let out = self.out.download()?;
-        let status = self.workspace.take_status()?;
-        Ok(LayerResult { out, status: Status { bad_id: status.bad_expert_id, f16_range: status.f16_range } })
-    }
+    routing: RoutingFrom,
 }
 
 impl Run<'_> {
-    fn view(&self) -> Fp4View<'_> {
-        Fp4View {
-            shape: self.shape,
-            format: self.experts.format(),
-            w13: self.experts.w13(),
-            s13: self.experts.s13().bytes(),
-            alpha1: self.experts.alpha1(),
-            b13: self.experts.b13(),
-            w2: self.experts.w2(),
-            s2: self.experts.s2().bytes(),
-            alpha2: self.experts.alpha2(),
-            b2: self.experts.b2(),
-        }
+    fn on_cpu(&self) -> Result<BlockResult> {
+        self.block.on_cpu(&self.batch.block_inputs())
     }
 
-    fn on_cpu(&self) -> Result<LayerResult> {
-        layer(&self.view(), &self.options, &self.batch.inputs(), Mode::Exact)
+    /// The distance from a reference that counts as agreement.
+    fn max_rel_l2(&self) -> f64 {
+        if self.block.quantises() { MAX_REL_L2_E4M3 } else { MAX_REL_L2 }
+    }
+
+    /// How far each value may be from the CPU's on tensor cores that sum otherwise, where that is known.
+    fn bound(&self, cpu: &BlockResult) -> Result<Option<Vec<f32>>> {
+        let Some((view, options)) = self.block.only_fp4() else { return Ok(None) };
+        let BlockResult { topk_ids, topk_weights, .. } = cpu;
+        let inputs = LayerInputs { topk_ids, topk_w: topk_weights, ..self.batch.inputs() };
+        layer_bound(&view, &options, &inputs).map(Some)
     }
 
     /// Uploads everything, runs it through `time` and compares. A failure here is the back end's, not the input's.
@@ -379,59 +387,68 @@ impl Run<'_> {
         &self,
         backend: BackEnd,
         device: &DeviceHandle,
-        cpu: &LayerResult,
-        time: impl FnOnce(&OnDevice, &dyn Fn() -> Result<LayerResult>) -> Result<(LayerResult, f64)>,
+        cpu: &BlockResult,
+        time: impl FnOnce(&OnDevice, &dyn Fn() -> Result<BlockResult>) -> Result<(BlockResult, f64)>,
     ) -> Outcome {
         let work = || {
-            let layer = Layer::new(device, self.experts, self.shape.top_k, self.options)?;
-            let plan = layer.plan(self.batch.tokens)?;
-            let case = OnDevice {
-                workspace: Workspace::new(device, &plan)?,
-                tokens: self.batch.tokens,
-                x: Buffer::from_slice(device, &self.batch.x)?,
-                topk_ids: Buffer::from_slice(device, &self.batch.topk_ids)?,
-                topk_weights: Buffer::from_slice(device, &self.batch.topk_weights)?,
-                out: Buffer::new(device, self.batch.tokens * self.shape.output)?,
-                layer,
-                plan,
-            };
-            // An output that a kernel leaves alone shows up as NaN.
-            case.out.fill(0xff)?;
+            let case = self.block.on(device, &self.batch.block_inputs())?;
             time(&case, &|| {
                 case.forward()?;
                 case.take()
             })
         };
-        match work() {
-            Ok(result) => {
-                let bound = (!has_exact_bits(backend, device))
-                    .then(|| layer_bound(&self.view(), &self.options, &self.batch.inputs()))
-                    .transpose();
-                match bound {
-                    Ok(bound) => self.judge(backend, cpu, &result, bound.as_deref()),
-                    Err(error) => failed(backend, &error),
-                }
-            }
-            Err(error) => failed(backend, &error),
-        }
+        let judged = work().and_then(|result| {
+            let wanted = if has_exact_bits(backend, device) {
+                Wanted::Bits
+            } else {
+                self.bound(cpu)?.map_or(Wanted::Near, Wanted::Within)
+            };
+            Ok(self.judge(backend, cpu, &result, &wanted))
+        });
+        judged.unwrap_or_else(|error| failed(backend, &error))
     }
 
-    /// Compares with the CPU's bits, or, where `bound` is given, with how far its result may be from them; and with the reference.
+    /// Compares with the CPU's result as `wanted` says, and with the reference.
     fn judge(
         &self,
         backend: BackEnd,
-        cpu: &LayerResult,
-        (result, milliseconds): &(LayerResult, f64),
-        bound: Option<&[f32]>,
+        cpu: &BlockResult,
+        (result, milliseconds): &(BlockResult, f64),
+        wanted: &Wanted,
     ) -> Outcome {
         let mut messages = Vec::new();
+        // Routers use no tensor cores: everything has their bits.
+        let bits = |weights: &[f32]| weights.iter().map(|weight| weight.to_bits()).collect::<Vec<_>>();
+        let same_routing = cpu.topk_ids == result.topk_ids && bits(&cpu.topk_weights) == bits(&result.topk_weights);
+        let topk_sets_equal = self
+            .batch
+            .expected_ids
+            .as_ref()
+            .filter(|_| self.routing == RoutingFrom::Router)
+            .map(|expected| same_sets(&result.topk_ids, expected, self.block.shape.top_k));
+        let (cpu, result) = (&cpu.layer, &result.layer);
         let different = cpu.out.iter().zip(&result.out).filter(|(a, b)| a != b).count();
-        let bits_equal = different == 0 && cpu.out.len() == result.out.len() && cpu.status == result.status;
-        let mut agrees = bits_equal;
-        if let Some(bound) = bound {
-            let beyond = beyond(&floats(&cpu.out), &floats(&result.out), bound);
-            agrees = beyond == 0 && cpu.out.len() == result.out.len() && cpu.status == result.status;
-            messages.push(format!("compared by the bound for other tensor cores' sums: {beyond} values beyond it"));
+        let comparable = same_routing && cpu.out.len() == result.out.len() && cpu.status == result.status;
+        let bits_equal = different == 0 && comparable;
+        let agrees_with_cpu = match wanted {
+            Wanted::Bits => bits_equal,
+            Wanted::Within(bound) => {
+                let beyond = beyond(&floats(&cpu.out), &floats(&result.out), bound);
+                messages.push(format!("compared by the bound for other tensor cores' sums: {beyond} values beyond it"));
+                beyond == 0 && comparable
+            }
+            Wanted::Near => {
+                let Distance { rel_l2, unlike, .. } = Distance::of(&floats(&result.out), &floats(&cpu.out));
+                messages.push(format!("{rel_l2:.1e} (relative L2) from the CPU's; other tensor cores sum otherwise"));
+                rel_l2 <= MAX_REL_L2_TO_CPU && unlike == 0 && comparable
+            }
+        };
+        let mut agrees = agrees_with_cpu;
+        if !same_routing {
+            messages.push("ids or weights of experts differ from the CPU's".into());
+        }
+        if topk_sets_equal == Some(false) {
+            messages.push("some tokens have other experts than in the reference".into());
         }
         if different > 0 {
             messages.push(format!("{different} of {} values differ from the CPU's", cpu.out.len()));
@@ -443,9 +460,10 @@ impl Run<'_> {
         }
         let distance = self.batch.expected.as_ref().map(|expected| Distance::of(&floats(&result.out), expected));
         if let Some(Distance { unlike, rel_l2, .. }) = distance {
-            if rel_l2.is_nan() || rel_l2 > MAX_REL_L2 {
+            let most = self.max_rel_l2();
+            if rel_l2.is_nan() || rel_l2 > most {
                 agrees = false;
-                messages.push(format!("further than {MAX_REL_L2} (relative L2) from the reference"));
+                messages.push(format!("further than {most} (relative L2) from the reference"));
             }
             if unlike > 0 {
                 agrees = false;
@@ -461,8 +479,29 @@ impl Run<'_> {
             rel_l2_error: distance.map(|distance| distance.rel_l2),
             milliseconds: Some(*milliseconds),
             agrees,
+            topk_sets_equal,
         }
     }
+}
+
+/// What a back end owes the CPU's result.
+enum Wanted {
+    /// Its bits.
+    Bits,
+    /// Each value no further away than this.
+    Within(Vec<f32>),
+    /// A small distance of the whole.
+    Near,
+}
+
+/// Whether each token has the same experts, in whatever order.
+fn same_sets(a: &[i32], b: &[i32], top_k: usize) -> bool {
+    let sorted = |ids: &[i32]| {
+        let mut ids = ids.to_vec();
+        ids.sort_unstable();
+        ids
+    };
+    a.len() == b.len() && a.chunks(top_k).zip(b.chunks(top_k)).all(|(a, b)| sorted(a) == sorted(b))
 }
 
 fn failed(backend: BackEnd, error: &Error) -> Outcome {
@@ -475,6 +514,7 @@ fn failed(backend: BackEnd, error: &Error) -> Outcome {
         rel_l2_error: None,
         milliseconds: None,
         agrees: false,
+        topk_sets_equal: None,
     }
 }
 
@@ -515,15 +555,21 @@ impl Distance {
     }
 }
 
-fn print(report: &Report, writer: Option<&ExpertFormat>, batch: &Batch) {
+fn print(report: &Report, writer: Option<&ExpertFormat>, batch: &Batch, max_rel_l2: f64) {
     let Shape { hidden, intermediate, experts, top_k } = report.shape;
-    let format = writer.map_or("nvfp4".into(), ToString::to_string);
+    let format = writer.map_or(report.format.into(), ToString::to_string);
     output::say(format!(
         "{}, layer {}: {format}, {experts} experts ({top_k} a token), hidden {hidden}, intermediate {intermediate}",
         style(&report.checkpoint).bold(),
         report.layer,
     ));
-    output::say(format!("{} tokens {}\n", report.tokens, batch.source));
+    let routing = match report.routing {
+        RoutingFrom::Router => "experts chosen by the router",
+        RoutingFrom::Reference => "experts as in the reference",
+        RoutingFrom::Random => "experts at random",
+    };
+    let shared = if report.shared_expert { ", with the shared expert" } else { "" };
+    output::say(format!("{} tokens {}, {routing}{shared}\n", report.tokens, batch.source));
     let mut table = output::table(["back end", "result", "bits", "relative L2", "largest error", "time"]);
     for outcome in &report.results {
         let number = |value: Option<f64>| value.map_or("–".into(), |value| format!("{value:.3e}"));
@@ -552,12 +598,12 @@ fn print(report: &Report, writer: Option<&ExpertFormat>, batch: &Batch) {
     for outcome in report.results.iter().filter(|outcome| !outcome.message.is_empty()) {
         output::say(format!("{}: {}", outcome.backend, outcome.message));
     }
-    let (good, sentence) = conclusion(report);
+    let (good, sentence) = conclusion(report, max_rel_l2);
     output::conclude(good, sentence);
 }
 
 /// The last sentence, and whether it is good news.
-fn conclusion(report: &Report) -> (bool, String) {
+fn conclusion(report: &Report, max_rel_l2: f64) -> (bool, String) {
     let good = report.results.iter().all(|outcome| outcome.agrees);
     let ran: Vec<&Outcome> = report.results.iter().filter(|outcome| outcome.status == State::Ok).collect();
     let names = ran.iter().map(|outcome| outcome.backend.to_string()).collect::<Vec<_>>().join(", ");
@@ -575,16 +621,22 @@ fn conclusion(report: &Report) -> (bool, String) {
         Some(rel) => format!(
             " The output is {:.3} % (relative L2) from the reference output of the checkpoint's own tools; up to {} % counts as agreement.",
             rel * 100.0,
-            MAX_REL_L2 * 100.0,
+            max_rel_l2 * 100.0,
         ),
         None => " There was no reference output to compare with.".into(),
     };
-    (good, bits + &distance)
+    let chosen = match report.topk_sets_equal {
+        Some(true) => " Every token has the reference's experts.",
+        Some(false) => " Some tokens have other experts than in the reference.",
+        None => "",
+    };
+    (good, bits + &distance + chosen)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use megamoe::checkpoint::{Experts, MoeWeights};
 
     #[test]
     fn distances() {
@@ -606,33 +658,55 @@ mod tests {
     #[test]
     fn verdicts() {
         let case = megamoe::diff::Case::new();
-        let experts = case.experts().unwrap();
         let batch = Batch {
             tokens: 1,
             x: case.x.clone(),
             topk_ids: case.topk_ids.clone(),
             topk_weights: case.topk_w.clone(),
             expected: None,
+            expected_ids: None,
             source: String::new(),
         };
-        let run = Run { shape: case.shape, options: case.options, experts: &experts, batch: &batch };
+        let weights = MoeWeights {
+            layer: 0,
+            shape: case.shape,
+            experts: Experts::Fp4(case.experts().unwrap()),
+            router: None,
+            shared: None,
+            gating: case.options.gating,
+        };
+        let block = Block::new(weights, true, true, false).unwrap();
+        let run = Run { block: &block, batch: &batch, routing: RoutingFrom::Reference };
         let cpu = run.on_cpu().unwrap();
-        let judge = |result: &LayerResult, bound: Option<&[f32]>| {
-            let outcome = run.judge(BackEnd::Gpu, &cpu, &(result.clone(), 1.0), bound);
+        let judge = |result: &BlockResult, wanted: Wanted| {
+            let outcome = run.judge(BackEnd::Gpu, &cpu, &(result.clone(), 1.0), &wanted);
             (outcome.agrees, outcome.bits_equal_to_cpu)
         };
-        assert_eq!(judge(&cpu, None), (true, Some(true)));
+        assert_eq!(judge(&cpu, Wanted::Bits), (true, Some(true)));
         // 128 becomes 129.
         let mut other = cpu.clone();
-        other.out[0] += 1;
-        assert_eq!(judge(&other, None), (false, Some(false)));
-        assert_eq!(judge(&other, Some(&[1.0; 128])), (true, Some(false)));
-        assert_eq!(judge(&other, Some(&[0.5; 128])), (false, Some(false)));
+        other.layer.out[0] += 1;
+        assert_eq!(judge(&other, Wanted::Bits), (false, Some(false)));
+        assert_eq!(judge(&other, Wanted::Within(vec![1.0; 128])), (true, Some(false)));
+        assert_eq!(judge(&other, Wanted::Within(vec![0.5; 128])), (false, Some(false)));
+        assert_eq!(judge(&other, Wanted::Near), (true, Some(false)));
+        other.layer.out[0] += 3;
+        assert_eq!(judge(&other, Wanted::Near), (false, Some(false)));
         let mut status = cpu.clone();
-        status.status.f16_range = true;
-        assert_eq!(judge(&status, None), (false, Some(false)));
+        status.layer.status.f16_range = true;
+        assert_eq!(judge(&status, Wanted::Bits), (false, Some(false)));
+        let mut routed = cpu.clone();
+        routed.topk_weights[0] = f32::from_bits(routed.topk_weights[0].to_bits() + 1);
+        assert_eq!(judge(&routed, Wanted::Near), (false, Some(false)));
         let failed = failed(BackEnd::Emulator, &Error::Fault("race".into()));
         assert_eq!((failed.agrees, failed.status, failed.message.as_str()), (false, State::Error, "emulator: race"));
+    }
+
+    #[test]
+    fn sets_of_experts() {
+        assert!(same_sets(&[3, 1, 0, 2], &[1, 3, 0, 2], 2));
+        assert!(!same_sets(&[3, 1, 0, 2], &[0, 2, 3, 1], 2));
+        assert!(!same_sets(&[3, 1], &[3, 1, 0, 2], 2));
     }
 
     #[test]

@@ -4,6 +4,7 @@ use super::DeviceHandle;
 use crate::error::{Error, Result, check_at_least, check_len};
 use cuda_std::kernel::{DeviceMut, DeviceRef};
 use std::marker::PhantomData;
+use std::ops::Deref;
 use std::sync::Arc;
 
 /// Plain element types that can be copied to and from a device.
@@ -16,7 +17,23 @@ pub struct Buffer<T> {
     device: DeviceHandle,
     address: u64,
     len: usize,
+    /// Not where it is a part of another buffer, see [`View`].
+    owned: bool,
     element: PhantomData<T>,
+}
+
+/// A part of another buffer as a buffer of its own, for as long as that one is borrowed.
+pub(crate) struct View<'a, T> {
+    part: Buffer<T>,
+    whole: PhantomData<&'a ()>,
+}
+
+impl<T> Deref for View<'_, T> {
+    type Target = Buffer<T>;
+
+    fn deref(&self) -> &Buffer<T> {
+        &self.part
+    }
 }
 
 impl<T: Element> Buffer<T> {
@@ -25,7 +42,7 @@ impl<T: Element> Buffer<T> {
         let bytes =
             len.checked_mul(size_of::<T>()).ok_or_else(|| Error::argument("len", len, "a size in bytes below 2^64"))?;
         let address = device.allocate(bytes)?;
-        Ok(Buffer { device: device.clone(), address, len, element: PhantomData })
+        Ok(Buffer { device: device.clone(), address, len, owned: true, element: PhantomData })
     }
 
     /// A copy of `data`.
@@ -100,10 +117,22 @@ impl<T: Element> Buffer<T> {
 
     /// `len` elements of type `U` from byte `offset` on, as a kernel argument.
     pub(crate) fn part<U: Element>(&self, offset: usize, len: usize) -> DeviceMut<'_, U> {
+        let address = self.part_address::<U>(offset, len);
+        // SAFETY: inside the allocation, which lives as long as the borrow.
+        unsafe { DeviceMut::new(address, len) }
+    }
+
+    /// `len` elements of type `U` from byte `offset` on, as a buffer.
+    pub(crate) fn view<U: Element>(&self, offset: usize, len: usize) -> View<'_, U> {
+        let address = self.part_address::<U>(offset, len);
+        let part = Buffer { device: self.device.clone(), address, len, owned: false, element: PhantomData };
+        View { part, whole: PhantomData }
+    }
+
+    fn part_address<U: Element>(&self, offset: usize, len: usize) -> u64 {
         let end = offset + len * size_of::<U>();
         assert!(end <= self.len * size_of::<T>() && offset.is_multiple_of(align_of::<U>()), "part outside its buffer");
-        // SAFETY: inside the allocation, which lives as long as the borrow.
-        unsafe { DeviceMut::new(self.address + offset as u64, len) }
+        self.address + offset as u64
     }
 
     pub(crate) fn address(&self) -> u64 {
@@ -113,6 +142,8 @@ impl<T: Element> Buffer<T> {
 
 impl<T> Drop for Buffer<T> {
     fn drop(&mut self) {
-        self.device.free(self.address);
+        if self.owned {
+            self.device.free(self.address);
+        }
     }
 }

@@ -4,6 +4,7 @@ mod buffer;
 mod emulated;
 mod gpu;
 
+pub(crate) use buffer::View;
 pub use buffer::{Buffer, Element};
 pub use emulated::{Emulator, EmulatorOptions};
 pub use gpu::{Gpu, Graph, KernelInfo, MODULES, Module, choose_module};

@@ -44,6 +44,20 @@ impl<T: Element> ExpertTable<T> {
         Self::with_addresses(&device, len, addresses, vec![Some(buffer)])
     }
 
+    /// A table of experts of `len` elements each that lie one after the other; those that are not resident are left out of
+    /// `buffer`, which has room for exactly the others.
+    pub(crate) fn packed(buffer: Arc<Buffer<T>>, len: usize, resident: &[bool]) -> Result<Self> {
+        let device = buffer.device().clone();
+        let mut address = buffer.address();
+        let mut next = |here: &bool| {
+            let this = if *here { address } else { 0 };
+            address += if *here { (len * size_of::<T>()) as u64 } else { 0 };
+            this
+        };
+        let addresses = resident.iter().map(&mut next).collect();
+        Self::with_addresses(&device, len, addresses, vec![Some(buffer)])
+    }
+
     fn with_addresses(
         device: &DeviceHandle,
         len: usize,

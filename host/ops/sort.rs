@@ -48,23 +48,66 @@ pub struct SortOutputs<'a> {
 /// A sort for up to a number of tokens: ready kernels, and scratch memory for counts.
 #[derive(Debug)]
 pub struct SortPlan {
+    sizes: SortSizes,
+    counts: Buffer<u32>,
+}
+
+/// As [`SortPlan`], without the scratch memory.
+#[derive(Clone, Debug)]
+pub(crate) struct SortSizes {
     device: DeviceHandle,
     max_tokens: usize,
     top_k: usize,
     experts: usize,
     blocks: usize,
-    counts: Buffer<u32>,
 }
 
 impl SortPlan {
     /// Errors name `experts`, `top_k` or `max_tokens`.
     pub fn new(device: &DeviceHandle, max_tokens: usize, top_k: usize, experts: usize) -> Result<Self> {
-        let resident = device.properties().multiprocessors as usize;
-        Self::with_blocks(device, max_tokens, top_k, experts, resident.min((COUNTERS / experts.max(1)).isqrt()))
+        Self::with_counts(SortSizes::new(device, max_tokens, top_k, experts)?)
     }
 
     /// As [`SortPlan::new`] with a given most number of blocks, on which no result depends.
     pub fn with_blocks(
+        device: &DeviceHandle,
+        max_tokens: usize,
+        top_k: usize,
+        experts: usize,
+        blocks: usize,
+    ) -> Result<Self> {
+        Self::with_counts(SortSizes::with_blocks(device, max_tokens, top_k, experts, blocks)?)
+    }
+
+    fn with_counts(sizes: SortSizes) -> Result<Self> {
+        let counts = Buffer::new(&sizes.device, sizes.counters())?;
+        Ok(SortPlan { sizes, counts })
+    }
+
+    /// Bytes of scratch memory.
+    pub fn workspace_bytes(&self) -> usize {
+        self.counts.len() * 4
+    }
+
+    /// Most tokens of a sort.
+    pub fn max_tokens(&self) -> usize {
+        self.sizes.max_tokens
+    }
+
+    /// Enqueues the sort. Errors name the argument.
+    pub fn enqueue(&self, inputs: SortInputs<'_>, outputs: SortOutputs<'_>) -> Result<()> {
+        self.sizes.enqueue(inputs, outputs, &self.counts)
+    }
+}
+
+impl SortSizes {
+    /// Errors name `experts`, `top_k` or `max_tokens`.
+    pub(crate) fn new(device: &DeviceHandle, max_tokens: usize, top_k: usize, experts: usize) -> Result<Self> {
+        let resident = device.properties().multiprocessors as usize;
+        Self::with_blocks(device, max_tokens, top_k, experts, resident.min((COUNTERS / experts.max(1)).isqrt()))
+    }
+
+    fn with_blocks(
         device: &DeviceHandle,
         max_tokens: usize,
         top_k: usize,
@@ -84,21 +127,12 @@ impl SortPlan {
         if blocks == 0 {
             return Err(Error::argument("blocks", blocks, "at least 1"));
         }
-        let counters = Self::most_chunks(max_tokens * top_k, blocks) * experts;
-        let plan = SortPlan {
-            device: device.clone(),
-            max_tokens,
-            top_k,
-            experts,
-            blocks,
-            counts: Buffer::new(device, counters)?,
-        };
         // The most shared memory that any number of pairs takes.
         let limit = device.properties().shared_per_block;
         let warps = counting_warps(u32::MAX, experts as u32, limit);
         device.prepare(sort_count::sort_count_i32.into(), count_shared_bytes(warps, experts as u32))?;
         device.prepare(sort_by_expert::sort_by_expert_i32.into(), sort_shared_bytes(warps, experts as u32))?;
-        Ok(plan)
+        Ok(SortSizes { device: device.clone(), max_tokens, top_k, experts, blocks })
     }
 
     /// Chunks that up to `pairs` pairs can be divided into, 0 where one is enough.
@@ -115,19 +149,14 @@ impl SortPlan {
         }
     }
 
-    /// Bytes of scratch memory.
-    pub fn workspace_bytes(&self) -> usize {
-        self.counts.len() * 4
+    /// Elements of scratch memory.
+    pub(crate) fn counters(&self) -> usize {
+        Self::most_chunks(self.max_tokens * self.top_k, self.blocks) * self.experts
     }
 
-    /// Most tokens of a sort.
-    pub fn max_tokens(&self) -> usize {
-        self.max_tokens
-    }
-
-    /// Enqueues the sort. Errors name the argument.
-    pub fn enqueue(&self, inputs: SortInputs<'_>, outputs: SortOutputs<'_>) -> Result<()> {
-        let SortPlan { device, top_k, experts, .. } = self;
+    /// Enqueues the sort with `counts` as scratch memory. Errors name the argument.
+    pub(crate) fn enqueue(&self, inputs: SortInputs<'_>, outputs: SortOutputs<'_>, counts: &Buffer<u32>) -> Result<()> {
+        let SortSizes { device, top_k, experts, .. } = self;
         if inputs.tokens > self.max_tokens {
             let needed = format!("at most {}, the plan's maximum", self.max_tokens);
             return Err(Error::argument("tokens", inputs.tokens, needed));
@@ -142,6 +171,7 @@ impl SortPlan {
         outputs.sorted_pairs.check("sorted_pairs", device, pairs)?;
         outputs.token_to_perm.check("token_to_perm", device, pairs)?;
         outputs.status.check("status", device, 1)?;
+        counts.check("counts", device, self.counters())?;
         if pairs == 0 {
             return Ok(());
         }
@@ -153,7 +183,7 @@ impl SortPlan {
             let grid = Grid { blocks, shared_bytes: count_shared_bytes(warps, experts) };
             let args = sort_count::Args {
                 ids: inputs.ids.as_ref(),
-                counts: self.counts.as_mut(),
+                counts: counts.as_mut(),
                 pairs: pairs as u32,
                 experts,
                 chunk,
@@ -167,7 +197,7 @@ impl SortPlan {
             gate,
             up,
             down,
-            counts: self.counts.as_ref(),
+            counts: counts.as_ref(),
             expert_offsets: outputs.expert_offsets.as_mut(),
             sorted_token_ids: outputs.sorted_token_ids.as_mut(),
             sorted_pairs: outputs.sorted_pairs.as_mut(),

@@ -8,6 +8,7 @@ mod fc1;
 mod fc2;
 mod gate_topk;
 mod gemm;
+mod grouped_layer;
 mod layer;
 mod quant;
 mod route_prep;
