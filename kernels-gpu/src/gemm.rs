@@ -32,8 +32,8 @@ use tiles::{Copier, Item, Problem, Ring, Source};
 pub type Dense = Tile<2, 2, 2, 2, 4>;
 /// Tile of `moe_w8a8_grouped_gemm_pm4`: one block a multiprocessor.
 pub type Pm4 = Tile<2, 4, 4, 2, 4>;
-/// Tile of `moe_w8a8_grouped_gemm_e4m3_gu`: two blocks a multiprocessor.
-pub type GateUp = Tile<1, 4, 4, 2, 4>;
+/// Tile of `moe_w8a8_grouped_gemm_e4m3_gu`: for few rows an expert.
+pub type GateUp = Tile<2, 4, 2, 2, 4>;
 /// Tile of `moe_w8a8_grouped_gemm_e4m3_dn`: two blocks a multiprocessor.
 pub type Down = Tile<2, 2, 4, 2, 4>;
 /// Tile of `moe_fp8_grouped_gemm`.
@@ -89,7 +89,7 @@ kernels! {
         capacity: u32,
     );
     moe_w8a8_grouped_gemm_pm4[Pm4::THREADS, 1] = |A| w8a8_body::<A, Pm4, true>;
-    moe_w8a8_grouped_gemm_e4m3_gu[GateUp::THREADS, 2] = |A| w8a8_body::<A, GateUp, true>;
+    moe_w8a8_grouped_gemm_e4m3_gu[GateUp::THREADS, 1] = |A| w8a8_body::<A, GateUp, true>;
     moe_w8a8_grouped_gemm_e4m3_dn[Down::THREADS, 2] = |A| w8a8_body::<A, Down, true>;
     moe_w8a8_grouped_gemm_listed_narrow[Down::THREADS, 2] = |A| w8a8_body::<A, Down, false>;
 }
