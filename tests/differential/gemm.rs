@@ -15,6 +15,9 @@ const W8A8: [GemmKernel; 4] = [GemmKernel::W8a8, GemmKernel::W8a8Pm4, GemmKernel
 /// What lies in an output before a launch, and must stay where nothing is written.
 const UNTOUCHED: u16 = 0x5A5A;
 
+/// Codes, the same as bf16 values, and block scales.
+type ExpertData = (Vec<u8>, Vec<u16>, Vec<f32>);
+
 /// A grouped GEMM with all its data, every form of it.
 #[derive(Clone)]
 struct Problem {
@@ -26,8 +29,8 @@ struct Problem {
     a8: Vec<u8>,
     a16: Vec<u16>,
     a_scales: Vec<f32>,
-    /// Per expert: codes, bf16 values, scales; `None` for one that is not resident.
-    experts: Vec<Option<(Vec<u8>, Vec<u16>, Vec<f32>)>>,
+    /// Per expert; `None` for one that is not resident.
+    experts: Vec<Option<ExpertData>>,
     bias: Option<Vec<f32>>,
     /// Rows of the output, some behind the last expert's.
     rows: usize,
@@ -557,7 +560,7 @@ fn g3_more_row_tiles_than_a_grid_has_in_y() {
     for max_m_tiles in [65_535, 65_536] {
         let on = OnDevice::new(&problem, &device);
         let op = GroupedGemm::new(&device, GemmKernel::W8a8, 1, 16, 64).unwrap();
-        let out = Buffer::from_slice(&device, &vec![UNTOUCHED; 5 * 16]).unwrap();
+        let out = Buffer::from_slice(&device, &[UNTOUCHED; 5 * 16]).unwrap();
         let (worklist, total) = problem.worklist(&device, 64, 1);
         let mut args = on.args(&problem, GemmKernel::W8a8, &worklist, &total, &out);
         args.tiles = Tiles::Dense { expert_offsets: &on.offsets, max_m_tiles };

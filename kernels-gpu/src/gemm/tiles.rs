@@ -69,6 +69,7 @@ pub struct Problem<L: Operand, R: Operand> {
 
 impl<L: Operand, R: Operand> Problem<L, R> {
     /// See the fields.
+    #[allow(clippy::too_many_arguments)]
     #[inline(always)]
     pub fn new(
         a: In<L::Element>,
