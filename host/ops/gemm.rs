@@ -1,8 +1,9 @@
 //! Grouped GEMMs over the experts of a layer; see [`kernels_gpu::gemm`] for the order of the sums.
 
-use super::ExpertTable;
+use super::{ExpertTable, check_rows, worklist};
 use crate::device::{Buffer, DeviceHandle, ErasedKernel, Grid, launch};
 use crate::error::{Error, Result};
+use crate::types::Gating;
 use cuda_std::kernel::{DeviceRef, Kernel};
 use kernels_gpu::gemm::shape::Shape;
 use kernels_gpu::gemm::tiles::{BLOCK, ITEM_WORDS};
@@ -142,15 +143,15 @@ pub struct GemmArgs<'a> {
 /// Items that a work-list must have room for, and room for so many items.
 fn check_worklist(
     device: &DeviceHandle,
-    worklist: &Buffer<u32>,
+    list: &Buffer<u32>,
     total: &Buffer<u32>,
     (rows, experts): (usize, usize),
     (m_tile, n_tiles): (u32, u32),
 ) -> Result<u32> {
-    let needed = (rows.div_ceil(m_tile as usize) + experts.min(rows)) * n_tiles as usize;
-    worklist.check("worklist", device, needed * ITEM_WORDS as usize)?;
+    let needed = worklist::capacity(rows, experts, n_tiles as usize, m_tile as usize).unwrap_or(usize::MAX);
+    list.check("worklist", device, needed.saturating_mul(ITEM_WORDS as usize))?;
     total.check("total", device, 1)?;
-    Ok((worklist.len() / ITEM_WORDS as usize).min(i32::MAX as usize) as u32)
+    Ok((list.len() / ITEM_WORDS as usize).min(i32::MAX as usize) as u32)
 }
 
 /// Blocks of a launch over a work-list: as many as fit on the device at once, each of which takes every so-manieth item.
@@ -170,16 +171,6 @@ fn check_sizes(experts: usize, n: usize, k: usize) -> Result<()> {
     ] {
         if !(1..=most).contains(&value) {
             return Err(Error::argument(name, value, format!("1 to {most}")));
-        }
-    }
-    Ok(())
-}
-
-/// Errors that name a number of rows beyond what kernels count.
-fn check_rows(rows: usize, a_rows: usize) -> Result<()> {
-    for (name, value) in [("rows", rows), ("a_rows", a_rows)] {
-        if value > i32::MAX as usize {
-            return Err(Error::argument(name, value, format!("at most {}", i32::MAX)));
         }
     }
     Ok(())
@@ -299,7 +290,8 @@ impl GroupedGemm {
     pub fn launch(&self, args: GemmArgs<'_>) -> Result<()> {
         let (device, n, k, experts) = (&self.device, self.n, self.k, self.experts);
         let limit = i32::MAX as usize;
-        check_rows(args.rows, args.a_rows)?;
+        check_rows("rows", args.rows)?;
+        check_rows("a_rows", args.a_rows)?;
         let k_blocks = k.div_ceil(BLOCK as usize);
         if let Some(ids) = args.sorted_token_ids {
             ids.check("sorted_token_ids", device, args.rows)?;
@@ -537,7 +529,8 @@ impl GateUpSilu {
     /// Enqueues both products, the activation and the quantiser. Errors name the argument; nothing is launched then.
     pub fn launch(&self, args: GateUpSiluArgs<'_>) -> Result<()> {
         let (device, n, k, experts) = (&self.device, self.n, self.k, self.experts);
-        check_rows(args.rows, args.a_rows)?;
+        check_rows("rows", args.rows)?;
+        check_rows("a_rows", args.a_rows)?;
         args.a.check("a", device, args.a_rows * k)?;
         args.a_scale.check("a_scale", device, args.a_rows * k.div_ceil(BLOCK as usize))?;
         if let Some(ids) = args.sorted_token_ids {
@@ -545,11 +538,7 @@ impl GateUpSilu {
         }
         check_e4m3(device, ["gate", "gate_scale"], args.gate, args.gate_scale, (experts, n, k))?;
         check_e4m3(device, ["up", "up_scale"], args.up, args.up_scale, (experts, n, k))?;
-        if let Some(limit) = args.limit
-            && (limit.is_nan() || limit <= 0.0)
-        {
-            return Err(Error::argument("limit", limit, "a positive number, or None for no clamp"));
-        }
+        Gating::Silu { limit: args.limit }.check()?;
         args.out.check("out", device, args.rows * n)?;
         args.out_scale.check("out_scale", device, args.rows * n.div_ceil(BLOCK as usize))?;
         let tiles = (self.m_tile(), self.n_tiles());

@@ -53,18 +53,11 @@ pub struct SiluMul {
 
 /// What kernels want to know of a gating: which of three, alpha and limit.
 fn parameters(gating: Gating) -> Result<(u32, f32, f32)> {
+    gating.check()?;
     match gating {
         Gating::Silu { limit: None } => Ok((SILU, 1.0, f32::INFINITY)),
-        Gating::Silu { limit: Some(limit) } if limit.is_nan() || limit <= 0.0 => {
-            Err(Error::argument("limit", limit, "a positive number, or None for no clamp"))
-        }
         Gating::Silu { limit: Some(limit) } => Ok((SILU_CLAMPED, 1.0, limit)),
-        Gating::SwigluOai { limit, .. } if limit.is_nan() || limit <= 0.0 => {
-            Err(Error::argument("limit", limit, "a positive number"))
-        }
-        Gating::SwigluOai { alpha, .. } if alpha == 0.0 || !alpha.is_finite() => {
-            Err(Error::argument("alpha", alpha, "a finite number other than 0"))
-        }
+        Gating::SwigluOai { alpha: 0.0, .. } => Err(Error::argument("alpha", 0.0, "a finite number other than 0")),
         Gating::SwigluOai { alpha, limit } => Ok((SWIGLU_OAI, alpha, limit)),
     }
 }
