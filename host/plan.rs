@@ -134,7 +134,7 @@ impl Plan {
         Self::with_variant(device, shape, options, max_tokens, variant)
     }
 
-    /// A plan with a given variant. The error names `fc2_warps` where the format of the weights has no such kernel.
+    /// A plan with a given variant. The error names `order` or `fc2_warps` where there is no such kernel.
     pub fn with_variant(
         device: &DeviceHandle,
         shape: LayerShape,
@@ -146,6 +146,9 @@ impl Plan {
         if max_tokens > MAX_PAIRS / shape.top_k {
             let needed = format!("at most {} for top_k {}", MAX_PAIRS / shape.top_k, shape.top_k);
             return Err(Error::argument("max_tokens", max_tokens, needed));
+        }
+        if options.order == Order::Decode {
+            return Err(Error::argument("order", options.order, "seed: no kernels sum in this order"));
         }
         if options.format == WeightFormat::Mxfp4 && variant.fc2_warps != Fc2Warps::W4 {
             return Err(Error::argument("fc2_warps", variant.fc2_warps.count(), "4 for mxfp4 weights"));
@@ -231,8 +234,10 @@ impl Plan {
     }
 
     fn split(&self) -> Split {
-        let Order::Seed { split } = self.options.order;
-        split
+        match self.options.order {
+            Order::Seed { split } => split,
+            Order::Decode => unreachable!("refused by `with_variant`"),
+        }
     }
 
     pub(crate) fn fc1_kernel(&self) -> Kernel<fc1::fc1::Family> {

@@ -102,7 +102,8 @@ impl Split {
     }
 }
 
-/// Named order of the sums of a layer. The bits of a result are a function of the inputs, the activation and this.
+/// Named order of the sums of a layer. The bits of a result are a function of the inputs, the activation and this; docs/bits.md
+/// defines each order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Order {
     /// 128-k chunks ascending, eight mma a chunk, 256-k segments divided among `split` partial sums.
@@ -110,6 +111,46 @@ pub enum Order {
         /// Partial sums of FC1.
         split: Split,
     },
+    /// The same chunks, other k in each mma; segment s of FC1 belongs to partial sum s mod 4, of which there are always four. NVFP4
+    /// weights enter divided by 2^8 (bf16) or 2^7 (f16), and the finished sums are multiplied by that.
+    Decode,
+}
+
+impl Order {
+    /// All orders: `seed` by ascending split, `decode`.
+    pub const ALL: [Order; 5] = [
+        Order::Seed { split: Split::S1 },
+        Order::Seed { split: Split::S2 },
+        Order::Seed { split: Split::S4 },
+        Order::Seed { split: Split::S8 },
+        Order::Decode,
+    ];
+
+    /// Its name in small letters, without the split.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Order::Seed { .. } => "seed",
+            Order::Decode => "decode",
+        }
+    }
+
+    /// Partial sums of FC1.
+    pub const fn partials(self) -> usize {
+        match self {
+            Order::Seed { split } => split.count(),
+            Order::Decode => 4,
+        }
+    }
+}
+
+/// The name, and the split of the order `seed`.
+impl std::fmt::Display for Order {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Order::Seed { split } => write!(f, "seed, split {}", split.count()),
+            Order::Decode => f.write_str("decode"),
+        }
+    }
 }
 
 impl Default for Order {

@@ -333,6 +333,7 @@ fn usage_errors_have_code_2() {
         &["diff", "--op", "sin"],
         &["diff", "--op", "exp", "--all"],
         &["diff", "--op", "exp", "--split", "3"],
+        &["diff", "--op", "nvfp4_layer", "--order", "fast"],
         &["diff", "--op", "exp", "--family", "odd"],
         &["nonsense"],
         &[],

@@ -15,21 +15,23 @@ use rayon::prelude::*;
 
 const ACTIVATIONS: [Activation; 2] = [Activation::Bf16, Activation::F16];
 const MODES: [Mode; 2] = [Mode::Exact, Mode::Fast];
+/// The default and `decode`.
+const ORDERS: [Order; 2] = [Order::Seed { split: Split::S4 }, Order::Decode];
 
-fn options(activation: Activation, split: Split) -> LayerOptions {
-    LayerOptions { activation, order: Order::Seed { split }, ..Default::default() }
+fn options(activation: Activation, order: Order) -> LayerOptions {
+    LayerOptions { activation, order, ..Default::default() }
 }
 
-/// The output of an exact probe, after checking that all splits, activations and modes agree on it and set no status.
+/// The output of an exact probe, after checking that all orders, activations and modes agree on it and set no status.
 fn answer(probe: &Probe) -> Vec<f32> {
     let mut probe = probe.clone();
     let gating = probe.options.gating;
     let wanted = probe.run(Mode::Exact).unwrap();
     for activation in ACTIVATIONS {
-        for split in Split::ALL {
+        for order in Order::ALL {
             for mode in MODES {
-                probe.options = LayerOptions { gating, ..options(activation, split) };
-                assert_eq!(probe.run(mode).unwrap(), wanted, "{activation:?} {split:?} {mode:?}");
+                probe.options = LayerOptions { gating, ..options(activation, order) };
+                assert_eq!(probe.run(mode).unwrap(), wanted, "{activation:?} {order} {mode:?}");
             }
         }
     }
@@ -246,10 +248,10 @@ fn f_shapes_off_the_tile_grid() {
 fn answer_in_bf16(probe: &Probe) -> Vec<f32> {
     let mut probe = probe.clone();
     let wanted = probe.run(Mode::Exact).unwrap();
-    for split in Split::ALL {
+    for order in Order::ALL {
         for mode in MODES {
-            probe.options = options(Activation::Bf16, split);
-            assert_eq!(probe.run(mode).unwrap(), wanted, "{split:?} {mode:?}");
+            probe.options = options(Activation::Bf16, order);
+            assert_eq!(probe.run(mode).unwrap(), wanted, "{order} {mode:?}");
         }
     }
     floats(&wanted.out)
@@ -477,8 +479,13 @@ fn route_prep_is_stable_and_splits_at_eight() {
 /// The definition once more, one output at a time: (h, ypart).
 fn by_the_book(probe: &Probe) -> (Vec<u16>, Vec<f32>) {
     let LayerShape { hidden, intermediate, output, experts, top_k } = probe.shape;
-    let LayerOptions { format, activation, order: Order::Seed { split }, gating } = probe.options;
+    let LayerOptions { format, activation, order, gating } = probe.options;
     let block = format.block();
+    let fold = match (order, format, activation) {
+        (Order::Decode, WeightFormat::Nvfp4, Activation::Bf16) => 8,
+        (Order::Decode, WeightFormat::Nvfp4, Activation::F16) => 7,
+        _ => 0,
+    };
     let weight = |codes: &[u8], scales: &[u8], row: usize, k: usize, cols: usize| -> u16 {
         if k >= cols {
             return 0;
@@ -490,16 +497,19 @@ fn by_the_book(probe: &Probe) -> (Vec<u16>, Vec<f32>) {
             WeightFormat::Mxfp4 if scale == 255 => f32::NAN,
             WeightFormat::Mxfp4 => 2f64.powi(i32::from(scale) - 127) as f32,
         };
-        math::from_f32(activation, math::e2m1(code) * scale)
+        math::from_f32(activation, math::e2m1(code) * scale * 2f32.powi(-fold))
     };
-    let chain = |weight: &dyn Fn(usize) -> u16, x: &dyn Fn(usize) -> u16, chunks: std::ops::Range<usize>| {
+    let chain = |weight: &dyn Fn(usize) -> u16, x: &dyn Fn(usize) -> u16, chunks: Vec<usize>| {
         let mut c = 0;
         for chunk in chunks {
             for j in 0..8 {
                 let (mut a, mut b) = ([0; 16], [0; 16]);
                 for t in 0..4 {
                     for i in 0..4 {
-                        let k = 128 * chunk + 32 * t + 4 * j + i;
+                        let k = match order {
+                            Order::Seed { .. } => 128 * chunk + 32 * t + 4 * j + i,
+                            Order::Decode => 128 * chunk + 32 * t + 8 * (j / 2) + 2 * (j % 2) + [0, 1, 4, 5][i],
+                        };
                         (a[4 * t + i], b[4 * t + i]) = (weight(k), x(k));
                     }
                 }
@@ -527,15 +537,18 @@ fn by_the_book(probe: &Probe) -> (Vec<u16>, Vec<f32>) {
         for n in 0..intermediate {
             let sum = |row: usize| {
                 let segments = hidden.div_ceil(256);
-                let s = split.count();
                 let mut total = None;
+                let s = if let Order::Seed { split } = order { split.count() } else { 4 };
                 for i in 0..s {
-                    let (first, last) = (i * segments / s, (i + 1) * segments / s);
-                    let chunks = 2 * first..(2 * last).min(hidden.div_ceil(128));
+                    let belongs = |chunk: &usize| match order {
+                        Order::Seed { .. } => (i * segments / s..(i + 1) * segments / s).contains(&(chunk / 2)),
+                        Order::Decode => chunk / 2 % 4 == i,
+                    };
+                    let chunks = (0..hidden.div_ceil(128)).filter(belongs).collect();
                     let part = chain(&|k| weight(w13, s13, row, k, hidden), &x, chunks);
                     total = Some(total.map_or(part, |total: f32| total + part));
                 }
-                total.unwrap()
+                total.unwrap() * 2f32.powi(fold)
             };
             let [alpha_up, alpha_gate] = probe.alpha1[e];
             let (mut u, mut g) = (alpha_up * sum(n), alpha_gate * sum(intermediate + n));
@@ -558,7 +571,8 @@ fn by_the_book(probe: &Probe) -> (Vec<u16>, Vec<f32>) {
         let (alpha, topk_w) = (probe.alpha2[e], probe.topk_w[pair]);
         for row in 0..output {
             let h = |k: usize| if k < intermediate { h[pair * intermediate + k] } else { 0 };
-            let y = chain(&|k| weight(w2, s2, row, k, intermediate), &h, 0..intermediate.div_ceil(128));
+            let y = chain(&|k| weight(w2, s2, row, k, intermediate), &h, (0..intermediate.div_ceil(128)).collect());
+            let y = y * 2f32.powi(fold);
             ypart[pair * output + row] = match &probe.b2 {
                 Some(b2) => (alpha * y + b2[e * output + row]) * topk_w,
                 None => alpha * topk_w * y,
@@ -581,10 +595,10 @@ fn exact_mode_equals_the_definition() {
     let mut checked = 0;
     for (seed, shape) in ODD_SHAPES.into_iter().enumerate() {
         for activation in ACTIVATIONS {
-            for split in Split::ALL {
+            for order in Order::ALL {
                 let mut probe = Probe::random(shape, 3, seed as u64);
                 probe.options =
-                    LayerOptions { gating: Gating::Silu { limit: Some(0.75) }, ..options(activation, split) };
+                    LayerOptions { gating: Gating::Silu { limit: Some(0.75) }, ..options(activation, order) };
                 if seed == 1 {
                     probe.set_x(1, 100, f32::NAN);
                     probe.set_x(2, 271, f32::INFINITY);
@@ -625,7 +639,7 @@ const MXFP4_SHAPES: [LayerShape; 4] = [
 fn mxfp4_case(family: Family, shape: LayerShape, tokens: usize, activation: Activation, turn: usize) -> Probe {
     let mut probe = draw_in(WeightFormat::Mxfp4, family, shape, tokens, turn as u64);
     let gating = [Gating::GPT_OSS, Gating::Silu { limit: Some(0.75) }, Gating::Silu { limit: None }][turn % 3];
-    let order = Order::Seed { split: Split::ALL[turn % 4] };
+    let order = Order::ALL[turn % 5];
     probe.options = LayerOptions { activation, order, gating, ..probe.options };
     if turn.is_multiple_of(2) {
         probe.add_biases(turn as u64);
@@ -646,10 +660,12 @@ fn exact_mode_equals_the_definition_with_mxfp4() {
     }
     // NVFP4 with biases and gpt-oss's gating.
     for (seed, shape) in ODD_SHAPES.into_iter().enumerate() {
-        let mut probe = Probe::random(shape, 3, seed as u64);
-        probe.add_biases(seed as u64);
-        probe.options.gating = Gating::GPT_OSS;
-        checked += check_by_the_book(&probe);
+        for order in ORDERS {
+            let mut probe = Probe::random(shape, 3, seed as u64);
+            probe.add_biases(seed as u64);
+            (probe.options.gating, probe.options.order) = (Gating::GPT_OSS, order);
+            checked += check_by_the_book(&probe);
+        }
     }
     assert!(checked > 500, "{checked}");
 }
@@ -801,28 +817,413 @@ fn fast_mode_stays_within_the_stated_bound_with_mxfp4() {
     }
 }
 
-/// Splits are different sums: the split is part of what the bits depend on.
+/// Orders are different sums: order and split are part of what the bits depend on.
 #[test]
-fn splits_give_different_bits() {
+fn orders_give_different_bits() {
     let shape = LayerShape { hidden: 2048, intermediate: 64, output: 64, experts: 2, top_k: 2 };
     let mut probe = Probe::random(shape, 8, 3);
     probe.alpha1.fill([0.002, 0.002]);
-    let results = Split::ALL.map(|split| {
-        probe.options = options(Activation::F16, split);
+    let results = Order::ALL.map(|order| {
+        probe.options = options(Activation::F16, order);
         probe.run(Mode::Exact).unwrap().out
     });
-    assert!(results[1..].iter().all(|out| *out != results[0]));
+    for (i, out) in results.iter().enumerate() {
+        assert!(results[..i].iter().all(|other| other != out), "{}", Order::ALL[i]);
+    }
 }
 
 #[test]
 fn tokens_do_not_depend_on_their_batch() {
     let shape = LayerShape { hidden: 272, intermediate: 48, output: 20, experts: 3, top_k: 2 };
-    let probe = Probe::random(shape, 40, 11);
-    let whole = probe.run(Mode::Exact).unwrap().out;
-    for token in 0..40 {
-        let alone = probe.tokens_only(token..token + 1).run(Mode::Exact).unwrap().out;
-        assert_eq!(alone, whole[token * 20..(token + 1) * 20], "token {token}");
+    for order in ORDERS {
+        let mut probe = Probe::random(shape, 40, 11);
+        probe.options.order = order;
+        let whole = probe.run(Mode::Exact).unwrap().out;
+        for token in 0..40 {
+            let alone = probe.tokens_only(token..token + 1).run(Mode::Exact).unwrap().out;
+            assert_eq!(alone, whole[token * 20..(token + 1) * 20], "{order}, token {token}");
+        }
     }
+}
+
+const FORMATS: [(WeightFormat, Activation); 4] = [
+    (WeightFormat::Nvfp4, Activation::Bf16),
+    (WeightFormat::Nvfp4, Activation::F16),
+    (WeightFormat::Mxfp4, Activation::Bf16),
+    (WeightFormat::Mxfp4, Activation::F16),
+];
+
+/// 2^exponent, subnormals included.
+fn power(exponent: i32) -> f32 {
+    2f64.powi(exponent) as f32
+}
+
+/// A power of two as a block scale.
+fn scale(format: WeightFormat, exponent: i32) -> u8 {
+    match format {
+        WeightFormat::Nvfp4 if exponent < -6 => 1 << (exponent + 9),
+        WeightFormat::Nvfp4 => ((exponent + 7) << 3) as u8,
+        WeightFormat::Mxfp4 => (exponent + 127) as u8,
+    }
+}
+
+/// Sums of products, one of each row of `values` (k and value; the others are 0), with `cols` weights of 2^`weight`: what FC2 gives where
+/// alpha and the pair's weight are 1.
+fn sums(
+    (format, activation): (WeightFormat, Activation),
+    order: Order,
+    cols: usize,
+    weight: i32,
+    values: &[Vec<(usize, f32)>],
+) -> Vec<f32> {
+    let shape = LayerShape { hidden: 32, intermediate: cols, output: 1, experts: 1, top_k: 1 };
+    let mut probe = Probe::blank_in(format, shape, values.len());
+    probe.options = LayerOptions { format, ..options(activation, order) };
+    // 0.5 times twice the power; 4 times a quarter of it where that is too large for a scale.
+    let (code, exponent) = if weight < 8 { (1, weight + 1) } else { (6, weight - 2) };
+    (0..cols).for_each(|k| probe.set_w2(0, 0, k, code));
+    (0..cols / format.block()).for_each(|block| probe.set_s2(0, 0, block, scale(format, exponent)));
+    let mut h = vec![0; values.len() * cols];
+    for (row, values) in values.iter().enumerate() {
+        values.iter().for_each(|&(k, value)| h[row * cols + k] = math::from_f32(activation, value));
+    }
+    let route = route_prep(&probe.topk_ids, 1, 1).unwrap();
+    fc2(&probe.view(), &probe.options, &h, &probe.topk_w, &route, Mode::Exact).unwrap()
+}
+
+/// The same for sums of FC1, which are taken from h = 32·sum: gate is 32 in every row. k = 1 is for the gate alone.
+fn fc1_sums(
+    (format, activation): (WeightFormat, Activation),
+    order: Order,
+    cols: usize,
+    weight: i32,
+    values: &[Vec<(usize, f32)>],
+) -> Vec<f32> {
+    let shape = LayerShape { hidden: cols, intermediate: 32, output: 1, experts: 1, top_k: 1 };
+    let mut probe = Probe::blank_in(format, shape, values.len());
+    probe.options = LayerOptions { format, ..options(activation, order) };
+    let (code, exponent) = if weight < 8 { (1, weight + 1) } else { (6, weight - 2) };
+    (0..cols).filter(|k| *k != 1).for_each(|k| probe.set_up(0, 0, k, code));
+    (0..cols / format.block()).for_each(|block| probe.set_s13(0, 0, block, scale(format, exponent)));
+    probe.set_gate(0, 0, 1, 6);
+    probe.set_s13(0, 32, 0, scale(format, 3));
+    let mut x = vec![0; values.len() * cols];
+    for (row, values) in values.iter().enumerate() {
+        x[row * cols + 1] = math::from_f32(activation, 1.0);
+        values.iter().for_each(|&(k, value)| x[row * cols + k] = math::from_f32(activation, value));
+    }
+    let route = route_prep(&probe.topk_ids, 1, 1).unwrap();
+    let (h, _) = fc1(&probe.view(), &probe.options, &x, &route, Mode::Exact).unwrap();
+    h.iter().step_by(32).map(|&h| math::to_f32(activation, h) / 32.0).collect()
+}
+
+/// Beside a sum of `LARGE`, `SMALL` is nothing: an mma truncates it, an f32 addition rounds it away.
+const LARGE: f32 = (1 << 15) as f32;
+const SMALL: f32 = 1.0 / (1 << 12) as f32;
+
+/// Which k an mma takes: of LARGE and -LARGE in one mma nothing is left, and of SMALL only where it comes in a later one.
+#[test]
+fn decode_takes_the_k_of_a_word_in_two_instructions() {
+    let cols = 384;
+    let mut rows = vec![];
+    for large in 0..32 {
+        let small = (0..cols).filter(|small| *small != large && *small != large + 32);
+        rows.extend(small.map(|small| (large, small)));
+    }
+    let values: Vec<_> =
+        rows.iter().map(|&(large, small)| vec![(large, LARGE), (large + 32, -LARGE), (small, SMALL)]).collect();
+    for (formats, order) in FORMATS.into_iter().flat_map(|formats| ORDERS.map(|order| (formats, order))) {
+        // The two mma of a word, and which offsets the second has.
+        let second: [usize; 4] = if order == Order::Decode { [2, 3, 6, 7] } else { [4, 5, 6, 7] };
+        let mma = |k: usize| 8 * (k / 128) + 2 * (k % 32 / 8) + usize::from(second.contains(&(k % 8)));
+        let sums = sums(formats, order, cols, 0, &values);
+        for (&(large, small), sum) in rows.iter().zip(sums) {
+            let wanted = if mma(small) > mma(large) { SMALL } else { 0.0 };
+            assert_eq!(sum, wanted, "{formats:?} {order}: large at {large}, small at {small}");
+        }
+    }
+}
+
+/// FC2 is one chain, however long: nothing between LARGE and -LARGE is left, and all that comes after them is.
+#[test]
+fn decode_has_one_chain_in_fc2() {
+    for formats in FORMATS {
+        // 17 segments; the last has 32 k.
+        let cols = 16 * 256 + 32;
+        let values: Vec<_> = (1..16).map(|s| vec![(3, LARGE), (256 * s, SMALL), (cols - 1, -LARGE)]).collect();
+        assert!(sums(formats, Order::Decode, cols, 0, &values).iter().all(|&sum| sum == 0.0), "{formats:?}");
+        let values: Vec<_> = (1..17).map(|s| vec![(3, LARGE), (256 * s - 1, -LARGE), (256 * s, SMALL)]).collect();
+        assert!(sums(formats, Order::Decode, cols, 0, &values).iter().all(|&sum| sum == SMALL), "{formats:?}");
+    }
+}
+
+/// Which partial sum a segment of FC1 belongs to, in which order a partial takes its segments, and in which order partials are added:
+/// LARGE, SMALL and -LARGE in all ways in three of ten segments, the last of which K does not fill.
+#[test]
+fn decode_gives_segments_to_four_partials_in_turn() {
+    let mut places = vec![];
+    for (a, b, c) in (0..1000).map(|i| (i / 100, i / 10 % 10, i % 10)) {
+        if a != b && b != c && a != c {
+            places.push([(a, LARGE), (b, SMALL), (c, -LARGE)]);
+        }
+    }
+    let values: Vec<Vec<_>> =
+        places.iter().map(|place| place.iter().map(|&(s, value)| (256 * s + 9, value)).collect()).collect();
+    // f32 additions lose SMALL where the mma do.
+    let wanted = |place: &[(usize, f32); 3]| {
+        let mut partials = [0.0; 4];
+        let mut place = *place;
+        place.sort_by_key(|(s, _)| *s);
+        place.iter().for_each(|(s, value)| partials[s % 4] += value);
+        ((partials[0] + partials[1]) + partials[2]) + partials[3]
+    };
+    for (a, b, c, sum) in [
+        (0, 1, 8, SMALL), // 0 and 8 are of partial 0
+        (0, 4, 8, 0.0),
+        (0, 8, 4, SMALL),
+        (4, 0, 8, 0.0),
+        (0, 2, 1, SMALL), // p0 + p1 is 0
+        (0, 1, 2, 0.0),
+        (2, 0, 3, 0.0), // p2 + p3 comes too late
+        (1, 9, 5, SMALL),
+        (5, 1, 9, 0.0),
+    ] {
+        assert_eq!(wanted(&[(a, LARGE), (b, SMALL), (c, -LARGE)]), sum);
+    }
+    for (format, activation) in FORMATS {
+        let cols = 9 * 256 + format.block();
+        let sums = fc1_sums((format, activation), Order::Decode, cols, 0, &values);
+        for (place, sum) in places.iter().zip(sums) {
+            assert_eq!(sum, wanted(place), "{format} {activation:?} {place:?}");
+        }
+    }
+}
+
+/// Partial sums are added with rounding to nearest: 2^8 + 1.5·2^-16 is 2^8 + 2^-15 then.
+#[test]
+fn decode_rounds_sums_of_partials_to_nearest() {
+    for formats in FORMATS {
+        let values = [vec![(8, 256.0), (256, 1.5 / 65_536.0), (512, -256.0)]];
+        assert_eq!(fc1_sums(formats, Order::Decode, 768, 0, &values), [1.0 / 32_768.0], "{formats:?}");
+    }
+}
+
+/// One to four segments: each is a partial sum of its own, and those that have none add nothing.
+#[test]
+fn decode_has_four_partials_however_short_k_is() {
+    for (format, activation) in FORMATS {
+        for segments in 1..5 {
+            // The last segment has one block; LARGE and -LARGE fit into it.
+            let cols = 256 * (segments - 1) + format.block();
+            let last = cols - format.block();
+            let rows = |small: usize| vec![(small, SMALL), (last + 5, LARGE), (last + 7, -LARGE)];
+            let values: Vec<_> = (0..segments).map(|s| rows(256 * s)).collect();
+            let sums = fc1_sums((format, activation), Order::Decode, cols, 0, &values);
+            for (s, sum) in sums.into_iter().enumerate() {
+                // In its own partial SMALL meets LARGE. 5 and 7 are in two mma.
+                let wanted = if s == segments - 1 { 0.0 } else { SMALL };
+                assert_eq!(sum, wanted, "{format} {activation:?}, {segments} segments, small in {s}");
+            }
+        }
+    }
+}
+
+/// A weight of 2^-10 is 2^-17 in an f16 mma. That is subnormal and counts as if it were of the size of 2^-14, so everything from
+/// 2^-40 on is lost beside it: 2^-33 of the sum. Unfolded, and in MXFP4, which is not folded, it is normal.
+#[test]
+fn decode_folds_f16_weights_by_2_to_the_7() {
+    let values: Vec<_> = [-22, -23].map(|e| vec![(0, 1.0), (1, power(e))]).into();
+    let whole = [power(-10) + power(-32), power(-10) + power(-33)];
+    let lost = [whole[0], power(-10)];
+    for (format, order, wanted) in [
+        (WeightFormat::Nvfp4, Order::Decode, lost),
+        (WeightFormat::Nvfp4, Order::default(), whole),
+        (WeightFormat::Mxfp4, Order::Decode, whole),
+    ] {
+        assert_eq!(sums((format, Activation::F16), order, 32, -10, &values), wanted, "{format} {order}");
+    }
+}
+
+/// With a weight of 2^-10, folded 2^-18, the accumulator holds 2^-149 for a product of 2^-141, and 0 for half of that.
+#[test]
+fn decode_folds_bf16_weights_by_2_to_the_8() {
+    let values: Vec<_> = [-131, -132].map(|e| vec![(0, power(e))]).into();
+    let [whole, lost] = [[power(-141), power(-142)], [power(-141), 0.0]];
+    for (format, order, wanted) in [
+        (WeightFormat::Nvfp4, Order::Decode, lost),
+        (WeightFormat::Nvfp4, Order::default(), whole),
+        (WeightFormat::Mxfp4, Order::Decode, whole),
+    ] {
+        assert_eq!(sums((format, Activation::Bf16), order, 32, -10, &values), wanted, "{format} {order}");
+    }
+}
+
+/// The factor belongs to the total, not to its parts and not to what follows: sums of 2^128 cancel on their way, and become infinite
+/// where they are the total, whatever alpha is.
+#[test]
+fn decode_unfolds_the_total() {
+    let huge = power(118);
+    for (format, order, cancelled) in [
+        (WeightFormat::Nvfp4, Order::Decode, 0.0),
+        (WeightFormat::Nvfp4, Order::default(), f32::INFINITY),
+        (WeightFormat::Mxfp4, Order::Decode, f32::INFINITY),
+    ] {
+        let formats = (format, Activation::Bf16);
+        // In one accumulator, and in two partial sums.
+        let values = [vec![(0, huge), (8, -huge)], vec![(0, huge)]];
+        assert_eq!(sums(formats, order, 32, 10, &values), [cancelled, f32::INFINITY], "{format} {order}");
+        let h = fc1_sums(formats, order, 512, 10, &[vec![(0, huge), (256, -huge)], vec![(0, huge)]]);
+        if format == WeightFormat::Nvfp4 && order == Order::Decode {
+            assert_eq!(h, [0.0, f32::INFINITY]);
+        } else {
+            assert!(h[0].is_nan() && h[1] == f32::INFINITY, "{format} {order}: {h:?}");
+        }
+    }
+    let shape = LayerShape { hidden: 16, intermediate: 16, output: 1, experts: 1, top_k: 1 };
+    let mut probe = Probe::blank(shape, 1);
+    probe.options.order = Order::Decode;
+    let tiny = power(-20);
+    (probe.alpha1[0], probe.alpha2[0], probe.topk_w[0]) = ([tiny; 2], tiny, tiny);
+    // 2^118·2^10 in an up row and in w2; the gate is 32.
+    for (row, exponent, code) in [(0, 8, 6), (16, 8, 6)] {
+        probe.set_w13(0, row, row / 16, code);
+        probe.set_s13(0, row, 0, scale(WeightFormat::Nvfp4, exponent));
+    }
+    probe.set_w2(0, 0, 0, 6);
+    probe.set_s2(0, 0, 0, scale(WeightFormat::Nvfp4, 8));
+    probe.set_x(0, 0, huge);
+    probe.set_x(0, 1, 32_768.0);
+    let route = route_prep(&[0], 1, 1).unwrap();
+    let (h, _) = fc1(&probe.view(), &probe.options, &probe.x, &route, Mode::Exact).unwrap();
+    assert_eq!(h[0], 0x7f80);
+    let mut h = [0; 16];
+    h[0] = math::from_f32(Activation::Bf16, huge);
+    for b2 in [None, Some(vec![1.0])] {
+        probe.b2 = b2;
+        let y = fc2(&probe.view(), &probe.options, &h, &probe.topk_w, &route, Mode::Exact).unwrap();
+        assert_eq!(y, [f32::INFINITY]);
+    }
+}
+
+/// Every family of values against the definition, with the order `decode`.
+#[test]
+fn decode_equals_the_definition() {
+    let mut checked = 0;
+    for family in [Family::Codes, Family::Subnormal, Family::Special, Family::Extreme] {
+        for (seed, shape) in ODD_SHAPES.into_iter().enumerate() {
+            for (format, activation) in FORMATS {
+                let size = |n: usize| n.next_multiple_of(format.block());
+                let shape = LayerShape { hidden: size(shape.hidden), intermediate: size(shape.intermediate), ..shape };
+                let mut probe = draw_in(format, family, shape, 3, seed as u64);
+                probe.options = LayerOptions { format, ..options(activation, Order::Decode) };
+                if activation == Activation::F16 {
+                    probe = probe.fit_f16();
+                }
+                if seed % 2 == 1 {
+                    probe.add_biases(seed as u64);
+                }
+                checked += check_by_the_book(&probe);
+            }
+        }
+    }
+    assert!(checked > 1000, "{checked}");
+}
+
+/// A layer in f64, on weights decoded once more and without any rounding on the way.
+fn f64_layer(probe: &Probe) -> Vec<f64> {
+    let LayerShape { hidden, intermediate, output, top_k, .. } = probe.shape;
+    let LayerOptions { format, activation, .. } = probe.options;
+    let block = format.block();
+    let weight = |codes: &[u8], scales: &[u8], row: usize, k: usize, cols: usize| -> f64 {
+        let code = codes[row * cols / 2 + k / 2] >> (4 * (k % 2)) & 15;
+        let scale = scales[swizzled_offset(row, k / block, padded_cols(cols / block))];
+        let scale = match format {
+            WeightFormat::Nvfp4 => f64::from(math::e4m3(scale)),
+            WeightFormat::Mxfp4 => 2f64.powi(i32::from(scale) - 127),
+        };
+        f64::from(math::e2m1(code)) * scale
+    };
+    let mut out = vec![0.0; probe.tokens * output];
+    for (pair, &id) in probe.topk_ids.iter().enumerate() {
+        let Some(e) = usize::try_from(id).ok().filter(|&e| e < probe.shape.experts) else { continue };
+        let part = |all: usize| all / probe.shape.experts * e..all / probe.shape.experts * (e + 1);
+        let (w13, s13) = (&probe.w13[part(probe.w13.len())], &probe.s13[part(probe.s13.len())]);
+        let (w2, s2) = (&probe.w2[part(probe.w2.len())], &probe.s2[part(probe.s2.len())]);
+        let token = pair / top_k;
+        let x = |k: usize| {
+            let x = math::to_f32(Activation::Bf16, probe.x[token * hidden + k]);
+            f64::from(math::to_f32(activation, math::from_f32(activation, x)))
+        };
+        let sum = |row: usize| (0..hidden).map(|k| weight(w13, s13, row, k, hidden) * x(k)).sum::<f64>();
+        let h = |n: usize| {
+            let [up, gate] = probe.alpha1[e].map(f64::from);
+            let (u, g) = (up * sum(n), gate * sum(intermediate + n));
+            g / (1.0 + (-g).exp()) * u
+        };
+        let h = (0..intermediate).map(h).collect::<Vec<_>>();
+        let factor = f64::from(probe.alpha2[e]) * f64::from(probe.topk_w[pair]);
+        for row in 0..output {
+            let y = h.iter().enumerate().map(|(k, h)| weight(w2, s2, row, k, intermediate) * h).sum::<f64>();
+            out[token * output + row] += factor * y;
+        }
+    }
+    out
+}
+
+/// Exact and fast mode of `decode` are near a layer in f64, as near as the bound says; with another exponent of two they would not be.
+#[test]
+fn decode_is_near_a_layer_in_f64() {
+    for (seed, shape) in ODD_SHAPES.into_iter().enumerate().filter(|(_, shape)| shape.hidden > 256) {
+        for (format, activation) in FORMATS {
+            let size = |n: usize| n.next_multiple_of(format.block());
+            let shape = LayerShape { hidden: size(shape.hidden), intermediate: size(shape.intermediate), ..shape };
+            let mut probe = Probe::random_in(format, shape, 4, 300 + seed as u64);
+            probe.options = LayerOptions { format, ..options(activation, Order::Decode) };
+            if format == WeightFormat::Mxfp4 && activation == Activation::F16 {
+                probe = probe.fit_f16();
+            }
+            let plain = f64_layer(&probe);
+            let bound = layer_bound(&probe.view(), &probe.options, &probe.inputs()).unwrap();
+            assert!(bound.iter().all(|bound| bound.is_finite()));
+            let near = |out: &[u16]| {
+                let far = |((a, b), bound): ((&f32, &f64), &f32)| (f64::from(*a) - b).abs() > f64::from(*bound);
+                floats(out).iter().zip(&plain).zip(&bound).filter(|&all| far(all)).count()
+            };
+            for mode in MODES {
+                assert_eq!(near(&probe.run(mode).unwrap().out), 0, "{format} {activation:?} {shape:?} {mode:?}");
+            }
+            let mut wrong = probe.clone();
+            wrong.topk_w.iter_mut().for_each(|w| *w *= 2.0);
+            assert!(near(&wrong.run(Mode::Exact).unwrap().out) > 0, "{format} {activation:?} {shape:?}");
+        }
+    }
+}
+
+/// The bound knows that an accumulator's smallest number stands for 2^8 of it: 16 products of 2^-142, one in each mma, are 2^-150 there
+/// and lost.
+#[test]
+fn the_bound_covers_what_folding_loses() {
+    let shape = LayerShape { hidden: 256, intermediate: 16, output: 1, experts: 1, top_k: 1 };
+    let mut probe = Probe::blank(shape, 1);
+    probe.options.order = Order::Decode;
+    probe.alpha1[0] = [power(127), 1.0];
+    (0..255).for_each(|k| probe.set_up(0, 0, k, 1));
+    (0..16).for_each(|block| probe.set_s13(0, 0, block, scale(WeightFormat::Nvfp4, -9)));
+    // Word w of lane w, in both chunks.
+    for word in (0..32).filter(|word| word % 4 == word / 4 % 4) {
+        for offset in [0, 2] {
+            probe.set_x(0, 8 * word + offset, power(-132));
+        }
+    }
+    // The gate is 32.
+    probe.set_x(0, 255, 1.0);
+    probe.set_gate(0, 0, 255, 6);
+    probe.set_s13(0, 16, 15, scale(WeightFormat::Nvfp4, 3));
+    probe.set_w2(0, 0, 0, 2);
+    let [exact, fast] = MODES.map(|mode| floats(&probe.run(mode).unwrap().out)[0]);
+    assert_eq!((exact, fast), (0.0, power(4 - 142 + 127 + 5)));
+    let bound = layer_bound(&probe.view(), &probe.options, &probe.inputs()).unwrap()[0];
+    assert!(fast <= bound && bound < 8.0 * fast, "{fast:e} {bound:e}");
 }
 
 fn within(a: &[u16], b: &[u16], bound: &[f32]) -> bool {
@@ -834,9 +1235,9 @@ fn within(a: &[u16], b: &[u16], bound: &[f32]) -> bool {
 fn fast_mode_stays_within_the_stated_bound() {
     for (seed, shape) in ODD_SHAPES.into_iter().enumerate() {
         for activation in ACTIVATIONS {
-            for limit in [None, Some(0.3)] {
+            for (limit, order) in [None, Some(0.3)].into_iter().flat_map(|limit| ORDERS.map(|order| (limit, order))) {
                 let mut probe = Probe::random(shape, 6, 100 + seed as u64);
-                probe.options = LayerOptions { gating: Gating::Silu { limit }, ..options(activation, Split::S4) };
+                probe.options = LayerOptions { gating: Gating::Silu { limit }, ..options(activation, order) };
                 let bound = layer_bound(&probe.view(), &probe.options, &probe.inputs()).unwrap();
                 let exact = probe.run(Mode::Exact).unwrap().out;
                 let fast = probe.run(Mode::Fast).unwrap().out;
@@ -1005,9 +1406,12 @@ fn weights_are_exact_in_both_formats() {
     assert!((0..8).all(|code| codes[code + 8].to_bits() == (-codes[code]).to_bits()));
     for format in ACTIVATIONS {
         for (scale, code) in (0..=255).flat_map(|scale| (0..16).map(move |code| (scale, code))) {
-            let weight = math::e2m1(code) * math::e4m3(scale);
-            let back = math::to_f32(format, math::from_f32(format, weight));
-            assert_eq!(back.to_bits(), math::canonical(weight).to_bits());
+            // As they are, and folded as the order `decode` has them.
+            for fold in [0, if format == Activation::Bf16 { 8 } else { 7 }] {
+                let weight = math::e2m1(code) * math::e4m3(scale) * 2f32.powi(-fold);
+                let back = math::to_f32(format, math::from_f32(format, weight));
+                assert_eq!(back.to_bits(), math::canonical(weight).to_bits());
+            }
         }
     }
 }

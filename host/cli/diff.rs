@@ -9,7 +9,9 @@ use comfy_table::Cell;
 use console::style;
 use cuda_std::arch::ArchId;
 use megamoe::device::DeviceHandle;
-use megamoe::diff::{CaseFile, Comparison, DrawOptions, Family, Op, Output, Random, UlpHistogram, draw_op};
+use megamoe::diff::{
+    CaseFile, Comparison, DrawOptions, Family, Op, Output, Random, UlpHistogram, draw_op, drawn_orders,
+};
 use megamoe::{Activation, Error, Gating, LayerOptions, LayerShape, Order, Result, Split};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -22,7 +24,7 @@ pub struct Args {
     #[arg(long, value_name = "NAME", value_parser = parse_op, required_unless_present_any = ["all", "case"])]
     op: Option<Op>,
     /// Input from a case file (or measured mma results, .tsv).
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["all", "shape", "family", "activation", "split", "gating", "limit", "biases"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["all", "shape", "family", "activation", "order", "split", "gating", "limit", "biases"])]
     case: Option<PathBuf>,
     /// Compare every operation with every family of values.
     #[arg(long, conflicts_with = "op")]
@@ -40,7 +42,10 @@ pub struct Args {
     /// Format of activations and operands.
     #[arg(long, value_enum)]
     activation: Option<ActivationName>,
-    /// K split of the first projection.
+    /// Order of the sums.
+    #[arg(long, value_enum)]
+    order: Option<OrderName>,
+    /// K split of the first projection in the order seed, which it implies.
     #[arg(long, value_parser = parse_split, value_name = "1|2|4|8")]
     split: Option<Split>,
     /// What joins gate and up: silu, or swiglu_oai (gpt-oss: alpha 1.702, clamp 7 unless --limit says another).
@@ -113,6 +118,28 @@ enum GatingName {
     Silu,
     #[value(name = "swiglu_oai")]
     SwigluOai,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum OrderName {
+    Seed,
+    Decode,
+}
+
+/// The order that the options ask for; `free` where they ask for none. Without a split, the order seed has that of `free`, or the usual.
+fn order(args: &Args, free: Order) -> Result<Order> {
+    match (args.order, args.split) {
+        (None, None) => Ok(free),
+        (None | Some(OrderName::Seed), Some(split)) => Ok(Order::Seed { split }),
+        (Some(OrderName::Seed), None) => Ok(match free {
+            Order::Seed { .. } => free,
+            Order::Decode => Order::Seed { split: Split::default() },
+        }),
+        (Some(OrderName::Decode), None) => Ok(Order::Decode),
+        (Some(OrderName::Decode), Some(split)) => {
+            Err(Error::argument("split", split.count(), "none with the order decode, which has four partial sums"))
+        }
+    }
 }
 
 fn gating(name: GatingName, limit: Option<f32>) -> Gating {
@@ -189,6 +216,7 @@ impl Section {
 }
 
 pub fn diff(args: &Args) -> Result<Verdict> {
+    order(args, Order::default())?;
     let devices = open_devices(args)?;
     if args.all { diff_all(args, &devices) } else { diff_one(args, &devices) }
 }
@@ -390,7 +418,7 @@ fn diff_all(args: &Args, devices: &[Device]) -> Result<Verdict> {
             let seed = args.seed.wrapping_add(number);
             let draw = match args.shape {
                 Some(_) => DrawOptions { family, ..draw_options(args)? },
-                None => random_draw(args, op, family, seed),
+                None => random_draw(args, op, family, seed)?,
             };
             let file = CaseFile { case: draw_op(op, &draw, seed)?, expected: None, comment: None };
             let (ran, pairs) = run_case(&file, devices)?;
@@ -454,7 +482,7 @@ fn draw_options(args: &Args) -> Result<DrawOptions> {
     let (shape, tokens) = parse_shape(args.shape.as_deref().unwrap_or(""))?;
     let options = LayerOptions {
         activation: args.activation.map_or_else(Activation::default, Activation::from),
-        order: Order::Seed { split: args.split.unwrap_or_default() },
+        order: order(args, Order::default())?,
         gating: gating(args.gating.unwrap_or(GatingName::Silu), args.limit),
         ..Default::default()
     };
@@ -488,7 +516,7 @@ fn parse_shape(text: &str) -> Result<(LayerShape, usize)> {
 }
 
 /// Small sizes, most of them off every tile; options that take turns.
-fn random_draw(args: &Args, op: Op, family: Family, seed: u64) -> DrawOptions {
+fn random_draw(args: &Args, op: Op, family: Family, seed: u64) -> Result<DrawOptions> {
     let mut random = Random(seed ^ 0x5bd1_e995);
     let mut below = |n: usize| (random.next() % n as u64) as usize;
     let block = op.weights().unwrap_or_default().block();
@@ -503,16 +531,17 @@ fn random_draw(args: &Args, op: Op, family: Family, seed: u64) -> DrawOptions {
     let tokens = if op.weights().is_some() { below(20) } else { 256 + below(500) };
     let activation = [Activation::Bf16, Activation::F16][below(2)];
     let limit = [None, None, Some(1.0), Some(7.0)][below(4)];
-    let split = Split::ALL[below(4)];
+    let orders = drawn_orders();
+    let drawn = orders[below(orders.len())];
     let joined = [GatingName::Silu, GatingName::Silu, GatingName::SwigluOai][below(3)];
     let biases = below(3) == 0;
     let options = LayerOptions {
         activation: args.activation.map_or(activation, Activation::from),
-        order: Order::Seed { split: args.split.unwrap_or(split) },
+        order: order(args, drawn)?,
         gating: gating(args.gating.unwrap_or(joined), args.limit.or(limit)),
         ..Default::default()
     };
-    DrawOptions { family, shape, tokens, options, biases: args.biases || biases }
+    Ok(DrawOptions { family, shape, tokens, options, biases: args.biases || biases })
 }
 
 fn print_one(section: &Section, file: &CaseFile, ran: &[Ran]) {

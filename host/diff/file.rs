@@ -48,6 +48,8 @@ struct File {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     x_type: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    order: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     split: Option<usize>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     gating: Option<String>,
@@ -189,18 +191,26 @@ fn parse_gating(file: &File) -> Problem<Gating> {
     }
 }
 
+/// Without an `order` it is seed, whatever a layer's own default is: a file means the same for ever.
+fn parse_order(file: &File) -> Problem<Order> {
+    match (file.order.as_deref(), file.split) {
+        (None | Some("seed"), None) => Ok(Order::Seed { split: Split::S4 }),
+        (None | Some("seed"), Some(count)) => Split::ALL
+            .into_iter()
+            .find(|split| split.count() == count)
+            .map(|split| Order::Seed { split })
+            .ok_or_else(|| format!("`split` is {count}, 1, 2, 4 or 8 needed")),
+        (Some("decode"), None) => Ok(Order::Decode),
+        (Some("decode"), Some(_)) => Err("`split` belongs to the order seed".into()),
+        (Some(other), _) => Err(format!("`order` is `{other}`, seed or decode needed")),
+    }
+}
+
 fn parse_layer(file: &mut File, format: WeightFormat, activation: Activation) -> Problem<OpCase> {
     let shape = file.shape.take().ok_or("`shape` is missing")?;
     let FileShape { hidden, intermediate, output, experts, top_k } = shape;
     let shape = LayerShape { hidden, intermediate, output: output.unwrap_or(hidden), experts, top_k };
-    let split = match file.split {
-        None => Split::default(),
-        Some(count) => Split::ALL
-            .into_iter()
-            .find(|split| split.count() == count)
-            .ok_or_else(|| format!("`split` is {count}, 1, 2, 4 or 8 needed"))?,
-    };
-    let options = LayerOptions { format, activation, order: Order::Seed { split }, gating: parse_gating(file)? };
+    let options = LayerOptions { format, activation, order: parse_order(file)?, gating: parse_gating(file)? };
     let tokens = file.tokens.ok_or("`tokens` is missing")?;
     crate::plan::check(&shape, &options).map_err(|error| error.to_string())?;
     check_memory(&shape, tokens).map_err(|error| error.to_string())?;
@@ -535,6 +545,7 @@ fn to_file(case: &OpCase) -> File {
         cols: None,
         activation: None,
         x_type: None,
+        order: None,
         split: None,
         gating: None,
         alpha: None,
@@ -571,12 +582,14 @@ fn to_file(case: &OpCase) -> File {
             array("w2", &case.w2);
             array("s2", &case.s2);
             let LayerShape { hidden, intermediate, output, experts, top_k } = case.shape;
-            let Order::Seed { split } = case.options.order;
             file.shape = Some(FileShape { hidden, intermediate, output: Some(output), experts, top_k });
             file.tokens = Some(case.tokens);
             file.activation = Some(name_of(case.options.activation).into());
             file.x_type = Some(if case.x_type == XType::Bf16 { "bf16" } else { "f16" }.into());
-            file.split = Some(split.count());
+            file.order = Some(case.options.order.name().into());
+            if let Order::Seed { split } = case.options.order {
+                file.split = Some(split.count());
+            }
             gate(&mut file, case.options.gating);
         }
         OpCase::Swiglu { gate: gates, up, gating } => {
@@ -659,6 +672,31 @@ mod tests {
     }
 
     #[test]
+    fn orders_of_sums_survive() {
+        let order_of = |text: &str| match CaseFile::parse(text).unwrap().case {
+            OpCase::Layer(case) => case.options.order,
+            other => panic!("{other:?}"),
+        };
+        for order in Order::ALL {
+            let mut draw = options();
+            draw.options.order = order;
+            let case = draw_op(Op::Nvfp4Layer, &draw, 3).unwrap();
+            let file = CaseFile { case, expected: None, comment: None };
+            assert_eq!(order_of(&file.to_json()), order);
+        }
+        let shape = json!({ "hidden": 16, "intermediate": 16, "experts": 2, "top_k": 1 });
+        let with = |key: &str, value: Value| {
+            let mut file = json!({ "op": "nvfp4_layer", "shape": shape, "tokens": 1 });
+            file[key] = value;
+            order_of(&file.to_string())
+        };
+        assert_eq!(with("comment", json!("none")), Order::Seed { split: Split::S4 });
+        assert_eq!(with("order", json!("seed")), Order::Seed { split: Split::S4 });
+        assert_eq!(with("split", json!(8)), Order::Seed { split: Split::S8 });
+        assert_eq!(with("order", json!("decode")), Order::Decode);
+    }
+
+    #[test]
     fn arrays_by_hand() {
         let array = |value: Value, element, dims: &[usize], scales| parse_array("a", value, element, dims, scales);
         let codes = json!({ "fill": 1, "set": [[[1, 0], "0xf"], [1, 2]] });
@@ -684,6 +722,7 @@ mod tests {
             json!({ "op": "mxfp4_layer", "shape": shape, "tokens": 1, "arrays": arrays }).to_string()
         };
         let swiglu = json!({ "gate": [1], "up": [1] });
+        let small = json!({ "hidden": 16, "intermediate": 16, "experts": 2, "top_k": 1 });
         CaseFile::parse(&layer(json!({}))).unwrap();
         CaseFile::parse(&mxfp4(32, json!({ "b13": { "fill": 1 } }))).unwrap();
         for (text, needed) in [
@@ -713,6 +752,12 @@ mod tests {
                 json!({ "op": "swiglu", "gating": "swiglu_oai", "alpha": 1, "arrays": swiglu }).to_string(),
                 "`limit` is missing",
             ),
+            (json!({ "op": "nvfp4_layer", "shape": small, "order": "fast" }).to_string(), "`order` is `fast`"),
+            (
+                json!({ "op": "nvfp4_layer", "shape": small, "order": "decode", "split": 4 }).to_string(),
+                "`split` belongs",
+            ),
+            (json!({ "op": "nvfp4_layer", "shape": small, "order": "seed", "split": 3 }).to_string(), "`split` is 3"),
             (mxfp4(32, json!({ "alpha1": { "fill": 1 } })), "`mxfp4_layer` has no array `alpha1`"),
             (mxfp4(48, json!({})), "`hidden` is 48: a multiple of 32"),
         ] {

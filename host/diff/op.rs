@@ -8,7 +8,7 @@ use crate::error::{Error, Result, check_len};
 use crate::formats::scales::{LinearScales, SwizzledScales};
 use crate::formats::{NVFP4_BLOCK, e4m3};
 use crate::reference::{Mode, Status, math, mma};
-use crate::types::{Activation, Gating, LayerOptions, LayerShape, Order, WeightFormat};
+use crate::types::{Activation, Gating, LayerOptions, LayerShape, WeightFormat};
 use kernels_gpu::layout::scale::swizzled_len;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -260,14 +260,13 @@ impl OpCase {
         match self {
             OpCase::Layer(case) => {
                 let LayerShape { hidden, intermediate, output, experts, top_k } = case.shape;
-                let LayerOptions { activation, order: Order::Seed { split }, gating, .. } = case.options;
+                let LayerOptions { activation, order, gating, .. } = case.options;
                 let biases = if case.b13.is_some() || case.b2.is_some() { ", biases" } else { "" };
                 format!(
                     "{} tokens, hidden {hidden}, intermediate {intermediate}, output {output}, {experts} experts, top-k {top_k}, \
-                     {}, split {}{}{biases}",
+                     {}, order {order}{}{biases}",
                     case.tokens,
                     name_of(activation),
-                    split.count(),
                     describe_gating(gating),
                 )
             }

@@ -1,16 +1,17 @@
 //! How far two ways of forming the same sums can be apart.
 
-use super::fp4::{Fp4View, LayerInputs, convert_x, for_all_rows, route_prep, steps, zeros};
+use super::fp4::{Fp4View, LayerInputs, convert_x, for_all_rows, route_prep, steps, unfold, zeros};
 use super::math;
 use super::mma::LANES;
 use crate::error::Result;
-use crate::{Activation, Gating, LayerOptions, LayerShape, Order};
+use crate::{Activation, Gating, LayerOptions, LayerShape};
 
 /// Bound on the difference between a sum formed by the tensor cores and the same sum formed in f64 and rounded to f32.
 ///
 /// `magnitude` is Σ|a|·|b|, where a subnormal operand counts as the smallest normal (products are not renormalised before
 /// they are aligned). An instruction truncates 17 terms to a grid of 2^(emax-25) and its result to 24 bits, so it loses
-/// less than 5.25·2^-23 of the largest value it meets; `split` partial sums are added with one rounding each.
+/// less than 5.25·2^-23 of the largest value it meets; `split` partial sums are added with one rounding each. In the order
+/// `decode` sum and magnitude are those of the weights as they enter the instructions.
 pub fn sum_bound(cols: usize, split: usize, magnitude: f64) -> f64 {
     let steps = steps(cols) as f64;
     let relative = steps * 5.25 * 2f64.powi(-23) + (split + 1) as f64 * 2f64.powi(-24);
@@ -60,7 +61,9 @@ pub fn layer_bound(view: &Fp4View<'_>, options: &LayerOptions, inputs: &LayerInp
     let LayerShape { hidden, intermediate, output, experts, top_k } = view.shape;
     let format = options.activation;
     inputs.check(&view.shape, format)?;
-    let Order::Seed { split } = options.order;
+    let split = options.order.partials();
+    // What a sum is multiplied by in the end: the smallest normal weight, and what is lost to subnormals, are larger by that.
+    let unfold = f64::from(unfold(options.order, view.format, format));
     let route = route_prep(inputs.topk_ids, top_k, experts)?;
     let (x, _) = convert_x(inputs, &view.shape, format, &route)?;
     let x = x.iter().map(|&bits| f64::from(math::to_f32(format, bits))).collect::<Vec<_>>();
@@ -72,12 +75,15 @@ pub fn layer_bound(view: &Fp4View<'_>, options: &LayerOptions, inputs: &LayerInp
         for (w, x) in weights.iter().zip(values) {
             value += w * x.value;
             error += w.abs() * x.error;
-            let weight = if *w == 0.0 { 0.0 } else { w.abs().max(smallest_normal) };
+            let weight = if *w == 0.0 { 0.0 } else { w.abs().max(smallest_normal * unfold) };
             magnitude += weight * x.magnitude().max(smallest_normal);
         }
         // A sum may pass the range on its way and end inside it. Written so that NaN counts as beyond.
-        let error =
-            if magnitude < 3e38 { error + 2.0 * sum_bound(weights.len(), split, magnitude) } else { f64::INFINITY };
+        let error = if magnitude < 3e38 {
+            error + 2.0 * unfold * sum_bound(weights.len(), split, magnitude / unfold)
+        } else {
+            f64::INFINITY
+        };
         Near { value, error }.rounded_f32()
     };
     let scaled = |factor: f64, y: Near| Near { value: factor * y.value, error: factor.abs() * y.error }.rounded_f32();
@@ -99,9 +105,8 @@ pub fn layer_bound(view: &Fp4View<'_>, options: &LayerOptions, inputs: &LayerInp
             let x = || x[pair / top_k * hidden..][..hidden].iter().map(|&value| Near { value, error: 0.0 });
             let n = (first + lane).min(intermediate - 1);
             let bias = |row: usize| view.b13.map(|b13| b13[expert * 2 * intermediate + row]);
-            let mut up = biased(scaled(alpha_up, dot(&rows[lane].0, &mut x(), split.count())), bias(n));
-            let mut gate =
-                biased(scaled(alpha_gate, dot(&rows[lane].1, &mut x(), split.count())), bias(intermediate + n));
+            let mut up = biased(scaled(alpha_up, dot(&rows[lane].0, &mut x(), split)), bias(n));
+            let mut gate = biased(scaled(alpha_gate, dot(&rows[lane].1, &mut x(), split)), bias(intermediate + n));
             if let Some(limit) = options.gating.limit().map(f64::from) {
                 // Clamping never takes two values further apart.
                 up.value = up.value.clamp(-limit, limit);

@@ -1,9 +1,10 @@
 //! The routed experts of one MoE layer with NVFP4 or MXFP4 weights and 16-bit activations:
 //! `route_prep`, FC1 with what joins gate and up, FC2, combine.
 //!
-//! Every sum of products walks k in instructions of 16 ([`mma::mma16`]). In the order `seed` a row is consumed in chunks
-//! of 128 k; instruction j (0..8) of chunk c takes k = 128c + 32t + 4j + {0,1,2,3} for t = 0..4. A last chunk that K does
-//! not fill is completed with zeros, whatever bytes lie there.
+//! Every sum of products walks k in instructions of 16 ([`mma::mma16`]). A row is consumed in chunks of 128 k, eight
+//! instructions each. In chunk c lane t (0..4) owns k = 128c + 32t .. +32 as four words of eight, and two instructions take word
+//! w of every lane: in the order `seed` offsets 0 to 3, then 4 to 7; in `decode` 0, 1, 4, 5, then 2, 3, 6, 7. A last chunk that K
+//! does not fill is completed with zeros, whatever bytes lie there.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -342,32 +343,36 @@ impl<'a> Matrix<'a> {
         usize::from(if k.is_multiple_of(2) { byte & 15 } else { byte >> 4 })
     }
 
-    fn table(&self, format: Activation) -> &'static WeightTable {
-        &WEIGHTS[self.weights as usize][format as usize]
+    /// The weights' operands in `order`.
+    fn table(&self, order: Order, format: Activation) -> &'static WeightTable {
+        match (order, self.weights) {
+            (Order::Decode, WeightFormat::Nvfp4) => &FOLDED[format as usize],
+            _ => &WEIGHTS[self.weights as usize][format as usize],
+        }
     }
 
     /// One row's weights, k ascending.
     pub(super) fn row(&self, format: Activation, row: usize) -> Vec<f64> {
-        let (table, size) = (self.table(format), self.weights.block());
+        let (table, size) = (&WEIGHTS[self.weights as usize][format as usize], self.weights.block());
         (0..self.cols).map(|k| f64::from(self.block(table, row, k / size)[self.code(row, k)].value)).collect()
     }
 
     /// Rows first..first+LANES of the matrix, but none from `end` on, in the order of the instructions.
-    fn tile(&self, format: Activation, first: usize, end: usize) -> Tile {
-        let (table, size) = (self.table(format), self.weights.block());
+    fn tile(&self, order: Order, format: Activation, first: usize, end: usize) -> Tile {
+        let (table, size) = (self.table(order, format), self.weights.block());
         let blocks: [Vec<_>; LANES] = std::array::from_fn(|lane| {
             let row = first + lane;
             let blocks = if row < end { self.cols / size } else { 0 };
             (0..blocks).map(|block| self.block(table, row, block)).collect()
         });
         Tile::new(format, steps(self.cols), |lane, position| {
-            let k = seed_k(position);
+            let k = k_of(order, position);
             blocks[lane].get(k / size).map_or(table.zero, |block| block[self.code(first + lane, k)])
         })
     }
 }
 
-/// Every weight there is: the product of each scale byte and each code in a 16-bit format.
+/// Every weight there is: the product of each scale byte and each code in a 16-bit format, divided by what the order unfolds.
 struct WeightTable {
     weights: Vec<[Operand; 16]>,
     zero: Operand,
@@ -376,26 +381,48 @@ struct WeightTable {
 /// By `WeightFormat as usize` and `Activation as usize`.
 static WEIGHTS: [[LazyLock<WeightTable>; 2]; 2] = [
     [
-        LazyLock::new(|| weight_table(WeightFormat::Nvfp4, Activation::Bf16)),
-        LazyLock::new(|| weight_table(WeightFormat::Nvfp4, Activation::F16)),
+        LazyLock::new(|| weight_table(WeightFormat::Nvfp4, Activation::Bf16, 1.0)),
+        LazyLock::new(|| weight_table(WeightFormat::Nvfp4, Activation::F16, 1.0)),
     ],
     [
-        LazyLock::new(|| weight_table(WeightFormat::Mxfp4, Activation::Bf16)),
-        LazyLock::new(|| weight_table(WeightFormat::Mxfp4, Activation::F16)),
+        LazyLock::new(|| weight_table(WeightFormat::Mxfp4, Activation::Bf16, 1.0)),
+        LazyLock::new(|| weight_table(WeightFormat::Mxfp4, Activation::F16, 1.0)),
     ],
 ];
 
+/// NVFP4 weights in the order `decode`, by `Activation as usize`.
+static FOLDED: [LazyLock<WeightTable>; 2] = [
+    LazyLock::new(|| weight_table(WeightFormat::Nvfp4, Activation::Bf16, nvfp4_fold(Activation::Bf16))),
+    LazyLock::new(|| weight_table(WeightFormat::Nvfp4, Activation::F16, nvfp4_fold(Activation::F16))),
+];
+
+/// By what the order `decode` divides NVFP4 weights before the sum, and multiplies the sum.
+const fn nvfp4_fold(format: Activation) -> f32 {
+    match format {
+        Activation::Bf16 => 256.0,
+        Activation::F16 => 128.0,
+    }
+}
+
+/// What a finished sum of products with weights in `weights` is multiplied by, a power of two.
+pub(super) fn unfold(order: Order, weights: WeightFormat, format: Activation) -> f32 {
+    match (order, weights) {
+        (Order::Decode, WeightFormat::Nvfp4) => nvfp4_fold(format),
+        (Order::Seed { .. }, _) | (Order::Decode, WeightFormat::Mxfp4) => 1.0,
+    }
+}
+
 /// A weight is code·scale, of which both are numbers of the 16-bit format, rounded to it to nearest even, subnormals kept. NVFP4's
-/// scales and products are exact in both formats. MXFP4's are in bf16, but for products from 2^128 on, which are infinite; in
-/// f16 a scale outside 2^-24 to 2^15 is 0 or infinite, and products are exact from 2^-23 to 2^13.
-fn weight_table(weights: WeightFormat, format: Activation) -> WeightTable {
+/// scales and products are exact in both formats, divided by `unfold` too. MXFP4's are in bf16, but for products from 2^128 on,
+/// which are infinite; in f16 a scale outside 2^-24 to 2^15 is 0 or infinite, and products are exact from 2^-23 to 2^13.
+fn weight_table(weights: WeightFormat, format: Activation, unfold: f32) -> WeightTable {
     let weight = |scale: u8, code: usize| {
         let scale = match weights {
             WeightFormat::Nvfp4 => math::e4m3(scale),
             WeightFormat::Mxfp4 => math::to_f32(format, math::from_f32(format, math::e8m0(scale))),
         };
         // Exact in f32, or infinite there too.
-        let value = math::e2m1(code as u8) * scale;
+        let value = math::e2m1(code as u8) * scale / unfold;
         Operand::decode(format, math::from_f32(format, value))
     };
     WeightTable {
@@ -409,48 +436,84 @@ pub(super) fn steps(cols: usize) -> usize {
     cols.div_ceil(128) * 8
 }
 
-/// The k of operand position `position` in the order `seed`, where position 16·s + i is product i of instruction s.
-fn seed_k(position: usize) -> usize {
+/// The k of operand position `position`, where position 16·s + i is product i of instruction s.
+fn k_of(order: Order, position: usize) -> usize {
     let (step, product) = (position / STEP, position % STEP);
-    let (chunk, j) = (step / 8, step % 8);
-    let (t, within) = (product / 4, product % 4);
-    128 * chunk + 32 * t + 4 * j + within
+    let (chunk, word, second) = (step / 8, step % 8 / 2, step % 2);
+    let (t, i) = (product / 4, product % 4);
+    let offset = match order {
+        Order::Seed { .. } => [[0, 2, 1, 3], [4, 6, 5, 7]][second][i],
+        Order::Decode => [[0, 4, 1, 5], [2, 6, 3, 7]][second][i],
+    };
+    128 * chunk + 32 * t + 8 * word + offset
 }
 
-/// The instructions of each partial sum of FC1: of n = ceil(K/256) segments, partial i of S has those from floor(i·n/S)
-/// to floor((i+1)·n/S).
-fn partials(cols: usize, split: usize) -> Vec<Range<usize>> {
-    let segments = cols.div_ceil(256);
-    let first_step = |i: usize| (i * segments / split * 16).min(steps(cols));
-    (0..split).map(|i| first_step(i)..first_step(i + 1)).collect()
+/// How the rows of one projection are summed.
+struct Sum {
+    /// Instructions of each partial sum, in the order in which they are chained.
+    partials: Vec<Vec<Range<usize>>>,
+    /// Instructions of a row.
+    steps: usize,
+    /// Factor of the total.
+    unfold: f32,
 }
 
-/// Σ w·x for all lanes: one chain per partial from +0, the partials added in order.
-fn dot(mode: Mode, tile: &Tile, row: &Row, partials: &[Range<usize>]) -> [f32; LANES] {
-    match mode {
-        Mode::Exact => {
-            let mut total: Option<[f32; LANES]> = None;
-            for steps in partials {
-                let mut acc = [0.0; LANES];
-                mma::chain_exact(tile, row, steps.clone(), &mut acc);
-                total = Some(match total {
-                    None => acc,
-                    Some(total) => std::array::from_fn(|lane| math::canonical(total[lane] + acc[lane])),
-                });
+impl Sum {
+    /// FC1. Of n = ceil(K/256) segments of 256 k, partial i of S has in the order `seed` those from floor(i·n/S) to
+    /// floor((i+1)·n/S), in `decode` segments i, i + 4, …
+    fn fc1(options: &LayerOptions, weights: WeightFormat, cols: usize) -> Self {
+        let segments = cols.div_ceil(256);
+        let segment = |i: usize| 16 * i..(16 * (i + 1)).min(steps(cols));
+        let of_partial = |i: usize| -> Vec<_> {
+            match options.order {
+                Order::Seed { split } => {
+                    let s = split.count();
+                    (i * segments / s..(i + 1) * segments / s).map(segment).collect()
+                }
+                Order::Decode => (i..segments).step_by(4).map(segment).collect(),
             }
-            total.unwrap_or_default()
-        }
-        Mode::Fast => {
-            let end = partials.last().map_or(0, |last| last.end);
-            mma::chain_plain(tile, row, 0..end).map(|sum| math::canonical(sum as f32))
+        };
+        let partials = (0..options.order.partials()).map(of_partial).collect();
+        Sum { partials, ..Self::fc2(options, weights, cols) }
+    }
+
+    /// FC2: one chain.
+    fn fc2(options: &LayerOptions, weights: WeightFormat, cols: usize) -> Self {
+        let steps = steps(cols);
+        let whole: Range<usize> = 0..steps;
+        Sum { partials: vec![vec![whole]], steps, unfold: unfold(options.order, weights, options.activation) }
+    }
+
+    /// Σ w·x for all lanes: one chain per partial from +0, the partials added in order, the total multiplied by the factor.
+    fn dot(&self, mode: Mode, tile: &Tile, row: &Row) -> [f32; LANES] {
+        match mode {
+            Mode::Exact => {
+                let mut total: Option<[f32; LANES]> = None;
+                for partial in &self.partials {
+                    let mut acc = [0.0; LANES];
+                    for steps in partial {
+                        mma::chain_exact(tile, row, steps.clone(), &mut acc);
+                    }
+                    total = Some(match total {
+                        None => acc,
+                        Some(total) => std::array::from_fn(|lane| math::canonical(total[lane] + acc[lane])),
+                    });
+                }
+                total.unwrap_or_default().map(|total| math::canonical(total * self.unfold))
+            }
+            Mode::Fast => {
+                let sums = mma::chain_plain(tile, row, 0..self.steps);
+                sums.map(|sum| math::canonical((sum * f64::from(self.unfold)) as f32))
+            }
         }
     }
 }
 
 /// Row `index` of a [_, cols] matrix of 16-bit values, in the order of the instructions.
-fn activation_row(format: Activation, values: &[u16], index: usize, cols: usize) -> Row {
+fn activation_row(options: &LayerOptions, values: &[u16], index: usize, cols: usize) -> Row {
     let values = &values[index * cols..][..cols];
-    Row::new(steps(cols), |position| Operand::decode(format, values.get(seed_k(position)).copied().unwrap_or(0)))
+    let value = |position| values.get(k_of(options.order, position)).copied().unwrap_or(0);
+    Row::new(steps(cols), |position| Operand::decode(options.activation, value(position)))
 }
 
 /// Fills `into[pair][row]` for all live pairs. `work` is called with an expert, the first of up to LANES rows, and the
@@ -536,19 +599,18 @@ pub fn fc1(
     let LayerShape { hidden, intermediate, top_k, .. } = view.shape;
     check_len("x", x.len(), route.tokens() * hidden)?;
 
-    let format = options.activation;
-    let Order::Seed { split } = options.order;
-    let partials = partials(hidden, split.count());
+    let (order, format) = (options.order, options.activation);
+    let sum = Sum::fc1(options, view.format, hidden);
     let rows_of_x = (0..route.tokens())
         .into_par_iter()
-        .map(|token| route.token_is_live(token).then(|| activation_row(format, x, token, hidden)))
+        .map(|token| route.token_is_live(token).then(|| activation_row(options, x, token, hidden)))
         .collect::<Vec<_>>();
     let out_of_range = AtomicBool::new(false);
     let mut h = zeros(0, route, intermediate)?;
     for_all_rows(route, intermediate, &mut h, |expert, first, pairs| {
         let matrix = view.fc1(expert);
-        let up = matrix.tile(format, first, intermediate);
-        let gate = matrix.tile(format, intermediate + first, 2 * intermediate);
+        let up = matrix.tile(order, format, first, intermediate);
+        let gate = matrix.tile(order, format, intermediate + first, 2 * intermediate);
         let [alpha_up, alpha_gate] = view.alpha1[expert];
         let biased = |value: f32, row: usize| match view.b13 {
             Some(b13) => value + b13[expert * 2 * intermediate + row.min(2 * intermediate - 1)],
@@ -556,8 +618,8 @@ pub fn fc1(
         };
         let rows = pairs.iter().filter_map(|pair| rows_of_x[pair / top_k].as_ref());
         rows.map(|x| {
-            let gates = dot(mode, &gate, x, &partials);
-            let ups = dot(mode, &up, x, &partials);
+            let gates = sum.dot(mode, &gate, x);
+            let ups = sum.dot(mode, &up, x);
             std::array::from_fn(|lane| {
                 let u = biased(alpha_up * ups[lane], first + lane);
                 let g = biased(alpha_gate * gates[lane], intermediate + first + lane);
@@ -590,19 +652,18 @@ pub fn fc2(
     check_len("h", h.len(), route.pairs() * intermediate)?;
     check_len("topk_w", topk_w.len(), route.pairs())?;
 
-    let format = options.activation;
-    let whole = partials(intermediate, 1);
+    let sum = Sum::fc2(options, view.format, intermediate);
     let rows_of_h = (0..route.pairs())
         .into_par_iter()
-        .map(|pair| route.expert_of(pair).map(|_| activation_row(format, h, pair, intermediate)))
+        .map(|pair| route.expert_of(pair).map(|_| activation_row(options, h, pair, intermediate)))
         .collect::<Vec<_>>();
     let mut ypart = zeros(0.0, route, output)?;
     for_all_rows(route, output, &mut ypart, |expert, first, pairs| {
-        let tile = view.fc2(expert).tile(format, first, output);
+        let tile = view.fc2(expert).tile(options.order, options.activation, first, output);
         let rows = pairs.iter().filter_map(|&pair| rows_of_h[pair].as_ref().map(|h| (topk_w[pair], h)));
         rows.map(|(w, h)| {
             let alpha = view.alpha2[expert];
-            let y = dot(mode, &tile, h, &whole);
+            let y = sum.dot(mode, &tile, h);
             std::array::from_fn(|lane| {
                 math::canonical(match view.b2 {
                     Some(b2) => (alpha * y[lane] + b2[expert * output + (first + lane).min(output - 1)]) * w,

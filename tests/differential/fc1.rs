@@ -30,7 +30,8 @@ fn expected(case: &Case, route: &Route, mode: Mode) -> (Vec<u16>, u32) {
 /// The kernel's h, with `UNTOUCHED` where it wrote nothing, and the status.
 fn run(case: &Case, route: &Route, device: &DeviceHandle, blocks: u32, seed: u64) -> (Vec<u16>, u32) {
     let LayerShape { hidden, intermediate, .. } = case.shape;
-    let LayerOptions { format, activation, order: Order::Seed { split }, gating } = case.options;
+    let LayerOptions { format, activation, order, gating } = case.options;
+    let Order::Seed { split } = order else { panic!("no kernel for {order}") };
     let (x, _) = convert_x(&case.inputs(), &case.shape, activation, route).unwrap();
     let table = Table::new(device, case, route, seed);
     let x = Buffer::from_slice(device, &in_tensor_order(&x, hidden)).unwrap();
