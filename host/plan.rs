@@ -148,7 +148,7 @@ impl Plan {
             return Err(Error::argument("max_tokens", max_tokens, needed));
         }
         if options.order == Order::Decode {
-            return Err(Error::argument("order", options.order, "seed: no kernels sum in this order"));
+            return Err(Error::argument("order", options.order, "seed, which kernels have"));
         }
         if options.format == WeightFormat::Mxfp4 && variant.fc2_warps != Fc2Warps::W4 {
             return Err(Error::argument("fc2_warps", variant.fc2_warps.count(), "4 for mxfp4 weights"));

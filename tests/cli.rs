@@ -344,6 +344,10 @@ fn usage_errors_have_code_2() {
     refused(&megamoe(&["diff", "--op", "nvfp4_layer", "--shape", "depth=24"]), &["`shape`", "depth=24"]);
     refused(&megamoe(&["diff", "--op", "nvfp4_layer", "--limit", "-1"]), &["`limit` is -1"]);
     refused(&megamoe(&["diff", "--op", "mxfp4_layer", "--shape", "hidden=48"]), &["`hidden` is 48", "multiple of 32"]);
+    for what in [&["--op", "nvfp4_layer"][..], &["--all"]] {
+        let decode = [&["diff", "--order", "decode", "--split", "4"], what].concat();
+        refused(&megamoe(&decode), &["`split` is 4", "order decode"]);
+    }
     let clamped = ["diff", "--op", "mxfp4_layer", "--gating", "swiglu_oai", "--limit", "0"];
     refused(&megamoe(&clamped), &["`limit` is 0"]);
     refused(&megamoe(&["diff", "--op", "swiglu", "--shape", "count=5000"]), &["`count` is 5000"]);
@@ -430,6 +434,29 @@ fn saved_cases_replay() {
     for needed in ["Every comparison agrees", "nvfp4_layer", "split 2", "family special, seed 9"] {
         assert!(page.contains(needed), "{needed}");
     }
+}
+
+/// The order of sums is saved, and is not the usual one.
+#[test]
+fn saved_cases_keep_their_order_of_sums() {
+    let dir = tempfile::tempdir().unwrap();
+    // Long sums and f16: of short ones h and the output, which are rounded, show no order.
+    let shape = "hidden=2048,intermediate=128,tokens=40";
+    let drawn = ["--op", "nvfp4_layer", "--activation", "f16", "--shape", shape];
+    let run = |options: &[&str]| {
+        let layer = ["diff", "--backend", "cpu", "--json"];
+        json(&megamoe_in(dir.path(), &[&layer[..], options].concat()), 0)
+    };
+    let first = run(&[&drawn[..], &["--order", "decode", "--save", "decode.json"]].concat());
+    assert!(first["description"].as_str().unwrap().contains("order decode"), "{}", first["description"]);
+    let again = run(&["--case", "decode.json"]);
+    assert_eq!(
+        (&first["description"], &first["results"][0]["bits"]),
+        (&again["description"], &again["results"][0]["bits"])
+    );
+    let seed = run(&[&drawn[..], &["--order", "seed"]].concat());
+    assert!(seed["description"].as_str().unwrap().contains("order seed, split 4"), "{}", seed["description"]);
+    assert!(first["results"][0]["bits"] != seed["results"][0]["bits"]);
 }
 
 #[test]

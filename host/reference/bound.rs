@@ -52,9 +52,10 @@ impl Near {
     }
 }
 
-/// Bound on |a - b| for every element of the output [M, H], where a and b are results of any two of: the exact mode (in
-/// any split), the fast mode, and hardware whose sums stay within [`sum_bound`]. Infinite where values may leave the range
-/// of their format or are not finite to begin with. It is a worst case over all roundings, far above what is usual.
+/// Bound on |a - b| for every element of the output [M, H], where a and b are results of any two of: the exact mode
+/// (in any split, where the order is `seed`), the fast mode, and hardware whose sums stay within [`sum_bound`]. Infinite where
+/// values may leave the range of their format or are not finite to begin with. It is a worst case over all roundings, far
+/// above what is usual.
 pub fn layer_bound(view: &Fp4View<'_>, options: &LayerOptions, inputs: &LayerInputs<'_>) -> Result<Vec<f32>> {
     view.check()?;
     view.check_with(options)?;
