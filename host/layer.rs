@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::formats::fp4::check_f16_scales;
 use crate::formats::{Fp4Experts, SwizzledScales};
 use crate::plan::Plan;
-use crate::types::{Activation, Gating, LayerOptions, LayerShape, WeightFormat};
+use crate::types::{Activation, Gating, LayerOptions, LayerShape, Order, WeightFormat};
 use crate::workspace::Workspace;
 use cuda_std::kernel::DeviceRef;
 use kernels_gpu::{combine, fc1, fc2, route_prep};
@@ -220,7 +220,11 @@ impl Layer {
         let weights = &*self.weights;
         let device = &*weights.device;
         let table = plan.table(workspace);
-        let size = plan.launches(tokens);
+        let (variant, size) = (plan.variant(tokens), plan.launches(tokens));
+        let order = match self.options.order {
+            Order::Seed { .. } => route_prep::SEED,
+            Order::Decode => route_prep::DECODE,
+        };
         let (gating, factor) = match self.options.gating {
             Gating::Silu { .. } => (fc1::SILU, 1.0),
             Gating::SwigluOai { alpha, .. } => (fc1::SWIGLU_OAI, alpha),
@@ -249,11 +253,13 @@ impl Layer {
                         hidden: hidden as u32,
                         intermediate: intermediate as u32,
                         warps: size.counting_warps,
+                        groups: size.groups,
+                        order,
                     },
                 )?,
                 Stage::Fc1 => launch(
                     device,
-                    plan.fc1_kernel(),
+                    plan.fc1_kernel(variant),
                     size.fc1,
                     fc1::fc1::Args {
                         entry_count: table.entry_count.into(),
@@ -274,7 +280,7 @@ impl Layer {
                 )?,
                 Stage::Fc2 => launch(
                     device,
-                    plan.fc2_kernel(),
+                    plan.fc2_kernel(variant),
                     size.fc2,
                     fc2::fc2::Args {
                         entry_count: table.entry_count.into(),

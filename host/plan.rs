@@ -43,16 +43,107 @@ impl Fc2Warps {
     }
 }
 
+/// Tile of a projection in the order `decode`: rows of the weights by pairs of an expert.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Tile {
+    /// 16 by 8.
+    #[default]
+    Rows16,
+    /// 32 by 8.
+    Rows32,
+    /// 16 by 16: an expert's codes are decoded once for sixteen pairs.
+    Wide,
+}
+
+impl Tile {
+    /// All tiles.
+    pub const ALL: [Tile; 3] = [Tile::Rows16, Tile::Rows32, Tile::Wide];
+
+    /// Its name in small letters.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Tile::Rows16 => "rows16",
+            Tile::Rows32 => "rows32",
+            Tile::Wide => "wide",
+        }
+    }
+
+    /// Multiples of 16 rows.
+    const fn tiles(self) -> u32 {
+        if matches!(self, Tile::Rows32) { 2 } else { 1 }
+    }
+
+    /// Multiples of 8 pairs.
+    const fn groups(self) -> u32 {
+        if matches!(self, Tile::Wide) { 2 } else { 1 }
+    }
+}
+
 /// Free choices of a plan. Every choice gives the same bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Variant {
-    /// Warps of a block of FC2. MXFP4 weights have a kernel with four alone.
+    /// Warps of a block of FC2 in the order `seed`. MXFP4 weights have a kernel with four alone.
     pub fc2_warps: Fc2Warps,
+    /// Tile of FC1 in the order `decode`.
+    pub fc1: Tile,
+    /// Tile of FC2 in the order `decode`. Both tiles are wide or neither is: they share the routing table.
+    pub fc2: Tile,
+}
+
+impl Variant {
+    /// With these tiles.
+    pub const fn tiles(fc1: Tile, fc2: Tile) -> Self {
+        Variant { fc2_warps: Fc2Warps::W4, fc1, fc2 }
+    }
+
+    /// What sets it apart from the other variants of an order.
+    pub fn name(self, order: Order) -> String {
+        match order {
+            Order::Seed { .. } => format!("warps{}", self.fc2_warps.count()),
+            Order::Decode if self.fc1 == self.fc2 => self.fc1.name().into(),
+            Order::Decode => format!("{}/{}", self.fc1.name(), self.fc2.name()),
+        }
+    }
+
+    /// Groups of eight slots of an entry of the routing table.
+    const fn groups(self, order: Order) -> u32 {
+        match order {
+            Order::Seed { .. } => 1,
+            Order::Decode => self.fc1.groups(),
+        }
+    }
+}
+
+/// The variants that [`choose_variant`] chooses from.
+pub const VARIANTS: [Variant; 5] = [
+    Variant::tiles(Tile::Rows16, Tile::Rows16),
+    Variant::tiles(Tile::Rows16, Tile::Rows32),
+    Variant::tiles(Tile::Rows32, Tile::Rows16),
+    Variant::tiles(Tile::Rows32, Tile::Rows32),
+    Variant::tiles(Tile::Wide, Tile::Wide),
+];
+
+/// Every variant of a layer with these options.
+pub fn variants(options: &LayerOptions) -> Vec<Variant> {
+    match (options.order, options.format) {
+        (Order::Decode, _) => VARIANTS.to_vec(),
+        (Order::Seed { .. }, WeightFormat::Mxfp4) => vec![VARIANTS[0]],
+        (Order::Seed { .. }, WeightFormat::Nvfp4) => {
+            Fc2Warps::ALL.map(|fc2_warps| Variant { fc2_warps, ..VARIANTS[0] }).to_vec()
+        }
+    }
 }
 
 /// Which variant is best for a shape, a number of tokens and a device.
-pub fn choose_variant(_shape: &LayerShape, _tokens: usize, _device: &Properties) -> Variant {
-    Variant { fc2_warps: Fc2Warps::W4 }
+pub fn choose_variant(shape: &LayerShape, tokens: usize, _device: &Properties) -> Variant {
+    // Experts with more than eight pairs are common from here on.
+    if tokens * shape.top_k > 5 * shape.experts {
+        Variant::tiles(Tile::Wide, Tile::Wide)
+    } else if tokens <= 2 {
+        Variant::tiles(Tile::Rows16, Tile::Rows16)
+    } else {
+        Variant::tiles(Tile::Rows32, Tile::Rows32)
+    }
 }
 
 /// Errors that name the first size or option outside its limits.
@@ -108,6 +199,8 @@ pub struct Launches {
     pub route_prep: Grid,
     /// Warps that count pairs in `route_prep`.
     pub counting_warps: u32,
+    /// Groups of eight slots of an entry of the routing table.
+    pub groups: u32,
     /// First projection.
     pub fc1: Grid,
     /// Second projection.
@@ -122,7 +215,8 @@ pub struct Plan {
     shape: LayerShape,
     options: LayerOptions,
     max_tokens: usize,
-    variant: Variant,
+    /// `None`: the best for each number of tokens.
+    variant: Option<Variant>,
     device: Properties,
     parts: Parts,
 }
@@ -130,11 +224,11 @@ pub struct Plan {
 impl Plan {
     /// A plan; readies its kernels on the device, so that a pass loads and sets nothing. Errors name `max_tokens` or a size.
     pub fn new(device: &DeviceHandle, shape: LayerShape, options: LayerOptions, max_tokens: usize) -> Result<Self> {
-        let variant = choose_variant(&shape, max_tokens, device.properties());
-        Self::with_variant(device, shape, options, max_tokens, variant)
+        Self::of(device, shape, options, max_tokens, None)
     }
 
-    /// A plan with a given variant. The error names `order` or `fc2_warps` where there is no such kernel.
+    /// A plan with a given variant. The error names `fc2_warps` where the format of the weights has no such kernel, and `fc2` where
+    /// only one of the tiles is wide.
     pub fn with_variant(
         device: &DeviceHandle,
         shape: LayerShape,
@@ -142,26 +236,44 @@ impl Plan {
         max_tokens: usize,
         variant: Variant,
     ) -> Result<Self> {
+        if options.format == WeightFormat::Mxfp4 && variant.fc2_warps != Fc2Warps::W4 {
+            return Err(Error::argument("fc2_warps", variant.fc2_warps.count(), "4 for mxfp4 weights"));
+        }
+        if variant.fc1.groups() != variant.fc2.groups() {
+            let needed = format!("a tile for as many pairs as that of fc1, {}", variant.fc1.name());
+            return Err(Error::argument("fc2", variant.fc2.name(), needed));
+        }
+        Self::of(device, shape, options, max_tokens, Some(variant))
+    }
+
+    fn of(
+        device: &DeviceHandle,
+        shape: LayerShape,
+        options: LayerOptions,
+        max_tokens: usize,
+        variant: Option<Variant>,
+    ) -> Result<Self> {
         check(&shape, &options)?;
         if max_tokens > MAX_PAIRS / shape.top_k {
             let needed = format!("at most {} for top_k {}", MAX_PAIRS / shape.top_k, shape.top_k);
             return Err(Error::argument("max_tokens", max_tokens, needed));
         }
-        if options.order == Order::Decode {
-            return Err(Error::argument("order", options.order, "seed, which kernels have"));
-        }
-        if options.format == WeightFormat::Mxfp4 && variant.fc2_warps != Fc2Warps::W4 {
-            return Err(Error::argument("fc2_warps", variant.fc2_warps.count(), "4 for mxfp4 weights"));
-        }
         let parts = Parts::of(&shape, max_tokens)
             .ok_or_else(|| Error::argument("max_tokens", max_tokens, "a workspace below 2^64 bytes"))?;
         let plan = Plan { shape, options, max_tokens, variant, device: device.properties().clone(), parts };
-        let largest = plan.launches(max_tokens.max(1));
-        for &kernel in route_prep::route_prep::KERNELS {
-            device.prepare(kernel.into(), largest.route_prep.shared_bytes)?;
+        let candidates = match (variant, options.order) {
+            (Some(variant), _) => vec![variant],
+            (None, Order::Seed { .. }) => vec![plan.variant(max_tokens)],
+            (None, Order::Decode) => VARIANTS.to_vec(),
+        };
+        for variant in candidates {
+            let largest = plan.launches_of(variant, max_tokens.max(1));
+            for &kernel in route_prep::route_prep::KERNELS {
+                device.prepare(kernel.into(), largest.route_prep.shared_bytes)?;
+            }
+            device.prepare(plan.fc1_kernel(variant).into(), largest.fc1.shared_bytes)?;
+            device.prepare(plan.fc2_kernel(variant).into(), largest.fc2.shared_bytes)?;
         }
-        device.prepare(plan.fc1_kernel().into(), largest.fc1.shared_bytes)?;
-        device.prepare(plan.fc2_kernel().into(), largest.fc2.shared_bytes)?;
         device.prepare(combine::combine::combine_f32_bf16.into(), 0)?;
         Ok(plan)
     }
@@ -176,31 +288,36 @@ impl Plan {
         self.parts.end
     }
 
-    /// The variant in use.
-    pub fn variant(&self) -> Variant {
-        self.variant
+    /// The variant in use for `tokens` tokens.
+    pub fn variant(&self, tokens: usize) -> Variant {
+        self.variant.unwrap_or_else(|| choose_variant(&self.shape, tokens, &self.device))
     }
 
     /// The kernels of a pass, in order, with their launches for `tokens` tokens.
     pub fn describe(&self, tokens: usize) -> Vec<(&'static str, Grid)> {
-        let size = self.launches(tokens);
+        let (variant, size) = (self.variant(tokens), self.launches(tokens));
         let prep = match self.options.activation {
             Activation::Bf16 => route_prep::route_prep::route_prep_bf16_bf16,
             Activation::F16 => route_prep::route_prep::route_prep_bf16_f16,
         };
         vec![
             (prep.name, size.route_prep),
-            (self.fc1_kernel().name, size.fc1),
-            (self.fc2_kernel().name, size.fc2),
+            (self.fc1_kernel(variant).name, size.fc1),
+            (self.fc2_kernel(variant).name, size.fc2),
             (combine::combine::combine_f32_bf16.name, size.combine),
         ]
     }
 
     /// Sizes of the launches for `tokens` tokens, 1 to `max_tokens`.
     pub fn launches(&self, tokens: usize) -> Launches {
+        self.launches_of(self.variant(tokens), tokens)
+    }
+
+    fn launches_of(&self, variant: Variant, tokens: usize) -> Launches {
         let LayerShape { hidden, intermediate, output, experts, top_k } = self.shape;
         let pairs = tokens * top_k;
-        let entries = route_prep::max_entries(pairs, experts);
+        let groups = variant.groups(self.options.order);
+        let entries = route_prep::max_entries(pairs, experts, (groups * route_prep::GROUP) as usize);
         let multiprocessors = self.device.multiprocessors as usize;
         let blocks = |work: usize, most: usize| work.clamp(1, most.min(i32::MAX as usize)) as u32;
 
@@ -208,23 +325,29 @@ impl Plan {
         // Eight elements a thread and step.
         let rewritten = tokens * row_stride(hidden) + pairs * (row_stride(intermediate) - intermediate);
         let rewriting = blocks(rewritten.div_ceil(8 * route_prep::THREADS as usize), 2 * multiprocessors);
-        let fc1_split = self.split().count() as u32;
-        let fc1_resident = self.fc1_kernel().min_blocks as usize * multiprocessors;
-        let warps2 = self.variant.fc2_warps.count();
-        let fc2_resident = self.fc2_kernel().min_blocks as usize * multiprocessors;
-        let (fc1_shared, fc2_shared) = match self.options.format {
-            WeightFormat::Nvfp4 => (fc1::shared_bytes::<Nvfp4>(fc1_split), fc2::shared_bytes::<Nvfp4>(warps2)),
-            WeightFormat::Mxfp4 => (fc1::shared_bytes::<Mxfp4>(fc1_split), fc2::shared_bytes::<Mxfp4>(warps2)),
+        let split = self.options.order.partials() as u32;
+        let (warps2, tiles1, tiles2) = match self.options.order {
+            Order::Seed { .. } => (variant.fc2_warps.count(), 1, 1),
+            Order::Decode => (4, variant.fc1.tiles(), variant.fc2.tiles()),
         };
-        let fc2_units = entries * output.div_ceil(kernels_gpu::stream::ROWS as usize);
+        let fc1_resident = self.fc1_kernel(variant).min_blocks as usize * multiprocessors;
+        let fc2_resident = self.fc2_kernel(variant).min_blocks as usize * multiprocessors;
+        let (fc1_shared, fc2_shared) = match self.options.format {
+            WeightFormat::Nvfp4 => {
+                (fc1::shared_bytes::<Nvfp4>(split, tiles1, groups), fc2::shared_bytes::<Nvfp4>(warps2, tiles2))
+            }
+            WeightFormat::Mxfp4 => {
+                (fc1::shared_bytes::<Mxfp4>(split, tiles1, groups), fc2::shared_bytes::<Mxfp4>(warps2, tiles2))
+            }
+        };
+        let fc1_units = entries * (intermediate / fc1::unit_columns(tiles1) as usize);
+        let fc2_units = entries * output.div_ceil((tiles2 * kernels_gpu::stream::ROWS) as usize);
         let summed = tokens * if output.is_multiple_of(4) { output / 4 } else { output };
         Launches {
             route_prep: Grid { blocks: 1 + rewriting, shared_bytes: route_prep::shared_bytes(warps, experts as u32) },
             counting_warps: warps,
-            fc1: Grid {
-                blocks: blocks(entries * (intermediate / fc1::UNIT_COLUMNS as usize), fc1_resident),
-                shared_bytes: fc1_shared,
-            },
+            groups,
+            fc1: Grid { blocks: blocks(fc1_units, fc1_resident), shared_bytes: fc1_shared },
             fc2: Grid { blocks: blocks(fc2_units.div_ceil(warps2 as usize), fc2_resident), shared_bytes: fc2_shared },
             combine: Grid {
                 blocks: blocks(summed.div_ceil(combine::THREADS as usize), 8 * multiprocessors),
@@ -233,48 +356,67 @@ impl Plan {
         }
     }
 
-    fn split(&self) -> Split {
-        match self.options.order {
-            Order::Seed { split } => split,
-            Order::Decode => unreachable!("refused by `with_variant`"),
-        }
-    }
-
-    pub(crate) fn fc1_kernel(&self) -> Kernel<fc1::fc1::Family> {
+    pub(crate) fn fc1_kernel(&self, variant: Variant) -> Kernel<fc1::fc1::Family> {
         use fc1::fc1::*;
-        match (self.options.format, self.options.activation, self.split()) {
-            (WeightFormat::Nvfp4, Activation::Bf16, Split::S1) => fc1_seed_bf16_split1,
-            (WeightFormat::Mxfp4, Activation::Bf16, Split::S1) => fc1_seed_mxfp4_bf16_split1,
-            (WeightFormat::Nvfp4, Activation::Bf16, Split::S2) => fc1_seed_bf16_split2,
-            (WeightFormat::Mxfp4, Activation::Bf16, Split::S2) => fc1_seed_mxfp4_bf16_split2,
-            (WeightFormat::Nvfp4, Activation::Bf16, Split::S4) => fc1_seed_bf16_split4,
-            (WeightFormat::Mxfp4, Activation::Bf16, Split::S4) => fc1_seed_mxfp4_bf16_split4,
-            (WeightFormat::Nvfp4, Activation::Bf16, Split::S8) => fc1_seed_bf16_split8,
-            (WeightFormat::Mxfp4, Activation::Bf16, Split::S8) => fc1_seed_mxfp4_bf16_split8,
-            (WeightFormat::Nvfp4, Activation::F16, Split::S1) => fc1_seed_f16_split1,
-            (WeightFormat::Mxfp4, Activation::F16, Split::S1) => fc1_seed_mxfp4_f16_split1,
-            (WeightFormat::Nvfp4, Activation::F16, Split::S2) => fc1_seed_f16_split2,
-            (WeightFormat::Mxfp4, Activation::F16, Split::S2) => fc1_seed_mxfp4_f16_split2,
-            (WeightFormat::Nvfp4, Activation::F16, Split::S4) => fc1_seed_f16_split4,
-            (WeightFormat::Mxfp4, Activation::F16, Split::S4) => fc1_seed_mxfp4_f16_split4,
-            (WeightFormat::Nvfp4, Activation::F16, Split::S8) => fc1_seed_f16_split8,
-            (WeightFormat::Mxfp4, Activation::F16, Split::S8) => fc1_seed_mxfp4_f16_split8,
+        let LayerOptions { format, activation, order, .. } = self.options;
+        match (format, activation, order, variant.fc1) {
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { split: Split::S1 }, _) => fc1_seed_bf16_split1,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { split: Split::S2 }, _) => fc1_seed_bf16_split2,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { split: Split::S4 }, _) => fc1_seed_bf16_split4,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { split: Split::S8 }, _) => fc1_seed_bf16_split8,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Rows16) => fc1_decode_bf16_rows16,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Rows32) => fc1_decode_bf16_rows32,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Wide) => fc1_decode_bf16_wide,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Seed { split: Split::S1 }, _) => fc1_seed_f16_split1,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Seed { split: Split::S2 }, _) => fc1_seed_f16_split2,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Seed { split: Split::S4 }, _) => fc1_seed_f16_split4,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Seed { split: Split::S8 }, _) => fc1_seed_f16_split8,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Rows16) => fc1_decode_f16_rows16,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Rows32) => fc1_decode_f16_rows32,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Wide) => fc1_decode_f16_wide,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S1 }, _) => fc1_seed_mxfp4_bf16_split1,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S2 }, _) => fc1_seed_mxfp4_bf16_split2,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S4 }, _) => fc1_seed_mxfp4_bf16_split4,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S8 }, _) => fc1_seed_mxfp4_bf16_split8,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Rows16) => fc1_decode_mxfp4_bf16_rows16,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Rows32) => fc1_decode_mxfp4_bf16_rows32,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Wide) => fc1_decode_mxfp4_bf16_wide,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S1 }, _) => fc1_seed_mxfp4_f16_split1,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S2 }, _) => fc1_seed_mxfp4_f16_split2,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S4 }, _) => fc1_seed_mxfp4_f16_split4,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S8 }, _) => fc1_seed_mxfp4_f16_split8,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Rows16) => fc1_decode_mxfp4_f16_rows16,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Rows32) => fc1_decode_mxfp4_f16_rows32,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Wide) => fc1_decode_mxfp4_f16_wide,
         }
     }
 
-    pub(crate) fn fc2_kernel(&self) -> Kernel<fc2::fc2::Family> {
+    pub(crate) fn fc2_kernel(&self, variant: Variant) -> Kernel<fc2::fc2::Family> {
         use fc2::fc2::*;
-        match (self.options.format, self.options.activation, self.variant.fc2_warps) {
-            (WeightFormat::Nvfp4, Activation::Bf16, Fc2Warps::W1) => fc2_seed_bf16_warps1,
-            (WeightFormat::Nvfp4, Activation::Bf16, Fc2Warps::W2) => fc2_seed_bf16_warps2,
-            (WeightFormat::Nvfp4, Activation::Bf16, Fc2Warps::W4) => fc2_seed_bf16_warps4,
-            (WeightFormat::Nvfp4, Activation::Bf16, Fc2Warps::W8) => fc2_seed_bf16_warps8,
-            (WeightFormat::Mxfp4, Activation::Bf16, _) => fc2_seed_mxfp4_bf16_warps4,
-            (WeightFormat::Nvfp4, Activation::F16, Fc2Warps::W1) => fc2_seed_f16_warps1,
-            (WeightFormat::Nvfp4, Activation::F16, Fc2Warps::W2) => fc2_seed_f16_warps2,
-            (WeightFormat::Nvfp4, Activation::F16, Fc2Warps::W4) => fc2_seed_f16_warps4,
-            (WeightFormat::Nvfp4, Activation::F16, Fc2Warps::W8) => fc2_seed_f16_warps8,
-            (WeightFormat::Mxfp4, Activation::F16, _) => fc2_seed_mxfp4_f16_warps4,
+        let LayerOptions { format, activation, order, .. } = self.options;
+        match (format, activation, order, variant.fc2_warps, variant.fc2) {
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { .. }, Fc2Warps::W1, _) => fc2_seed_bf16_warps1,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { .. }, Fc2Warps::W2, _) => fc2_seed_bf16_warps2,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { .. }, Fc2Warps::W4, _) => fc2_seed_bf16_warps4,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { .. }, Fc2Warps::W8, _) => fc2_seed_bf16_warps8,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Rows16) => fc2_decode_bf16_rows16,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Rows32) => fc2_decode_bf16_rows32,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Wide) => fc2_decode_bf16_wide,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W1, _) => fc2_seed_f16_warps1,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W2, _) => fc2_seed_f16_warps2,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W4, _) => fc2_seed_f16_warps4,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W8, _) => fc2_seed_f16_warps8,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Rows16) => fc2_decode_f16_rows16,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Rows32) => fc2_decode_f16_rows32,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Wide) => fc2_decode_f16_wide,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { .. }, ..) => fc2_seed_mxfp4_bf16_warps4,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Rows16) => fc2_decode_mxfp4_bf16_rows16,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Rows32) => fc2_decode_mxfp4_bf16_rows32,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Wide) => fc2_decode_mxfp4_bf16_wide,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Seed { .. }, ..) => fc2_seed_mxfp4_f16_warps4,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Rows16) => fc2_decode_mxfp4_f16_rows16,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Rows32) => fc2_decode_mxfp4_f16_rows32,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Wide) => fc2_decode_mxfp4_f16_wide,
         }
     }
 
@@ -304,8 +446,7 @@ impl Plan {
     pub(crate) fn table<'a>(&self, workspace: &'a Workspace) -> Table<'a> {
         let LayerShape { hidden, intermediate, output, experts, top_k } = self.shape;
         let pairs = self.max_tokens * top_k;
-        let entries = route_prep::max_entries(pairs, experts);
-        let slots = entries * (route_prep::ENTRY_SLOTS * route_prep::SLOT_WORDS) as usize;
+        let (entries, slots) = table_sizes(pairs, experts);
         let (memory, at) = (workspace.memory(), self.parts);
         Table {
             status: memory.part(0, 1),
@@ -319,12 +460,18 @@ impl Plan {
     }
 }
 
+/// Most entries of a routing table, and most words of its slots, whatever the width of an entry.
+fn table_sizes(pairs: usize, experts: usize) -> (usize, usize) {
+    let entries = |slots| route_prep::max_entries(pairs, experts, slots);
+    let (narrow, wide) = (entries(8), entries(16));
+    (narrow, (8 * narrow).max(16 * wide) * route_prep::SLOT_WORDS as usize)
+}
+
 impl Parts {
     /// `None` where the size overflows.
     fn of(shape: &LayerShape, max_tokens: usize) -> Option<Self> {
         let pairs = max_tokens.checked_mul(shape.top_k)?;
-        let entries = route_prep::max_entries(pairs, shape.experts);
-        let slots = entries * (route_prep::ENTRY_SLOTS * route_prep::SLOT_WORDS) as usize;
+        let (entries, slots) = table_sizes(pairs, shape.experts);
         let mut end = 0usize;
         let mut part = |elements: usize, bytes: usize| {
             let at = end;

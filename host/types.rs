@@ -155,7 +155,7 @@ impl std::fmt::Display for Order {
 
 impl Default for Order {
     fn default() -> Self {
-        Order::Seed { split: Split::S4 }
+        Order::Decode
     }
 }
 

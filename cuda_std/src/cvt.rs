@@ -55,6 +55,25 @@ pub fn permute_bytes(a: u32, b: u32, selector: u32) -> u32 {
     imp::permute_bytes(a, b, selector)
 }
 
+/// The bits of `a` where `mask` has ones, else those of `b` (`lop3.b32`). The compiler does not look into it, so that masks behind
+/// it stay where they are.
+#[inline(always)]
+pub fn select_bits(mask: u32, a: u32, b: u32) -> u32 {
+    imp::select_bits(mask, a, b)
+}
+
+/// The low half of a pair in both halves. As an operand of a packed product it costs no instruction.
+#[inline(always)]
+pub fn duplicate_low(pair: u32) -> u32 {
+    imp::duplicate_low(pair)
+}
+
+/// The high half of a pair in both halves, as [`duplicate_low`].
+#[inline(always)]
+pub fn duplicate_high(pair: u32) -> u32 {
+    imp::duplicate_high(pair)
+}
+
 /// Two e4m3 codes (bits 0 to 7 and 8 to 15 of `codes`) as f16x2, exact (`cvt.rn.f16x2.e4m3x2` where the architecture
 /// has it).
 #[inline(always)]

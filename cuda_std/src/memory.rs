@@ -40,7 +40,7 @@ impl<T: Element> In<T> {
     }
 
     /// The `len` elements at device address `address`, as tables of addresses hold them; 0 gives no buffer. Read them with
-    /// [`In::stream`], [`In::stream_v4`] and asynchronous copies: of an address that was loaded the compiler does not know that
+    /// [`In::stream`], [`In::stream_v4`], [`In::fetch_v4`] and asynchronous copies: of an address that was loaded the compiler does not know that
     /// it is global, and other loads become generic ones.
     #[inline(always)]
     #[track_caller]
@@ -48,7 +48,7 @@ impl<T: Element> In<T> {
         In(imp::RawIn::at(address, len))
     }
 
-    /// The buffer from element `elements` on.
+    /// The buffer from element `elements` on; behind its end there is nothing to read.
     #[inline(always)]
     #[track_caller]
     pub fn skip(self, elements: usize) -> Self {
@@ -74,6 +74,13 @@ impl<T: Element> In<T> {
     #[track_caller]
     pub fn load_v4(self, index: usize) -> [u32; 4] {
         self.0.load_v4(index)
+    }
+
+    /// As [`In::load_v4`] of an address of which the compiler cannot see that it is global.
+    #[inline(always)]
+    #[track_caller]
+    pub fn fetch_v4(self, index: usize) -> [u32; 4] {
+        self.0.fetch_v4(index)
     }
 
     /// As [`In::load_v4`] for data that is read once and that no launch in flight writes

@@ -6,8 +6,8 @@ use crate::device::{Buffer, DeviceHandle, Gpu, Grid, launch};
 use crate::diff::Random;
 use crate::error::Result;
 use crate::layer::{BiasBuffers, Hidden, Inputs, Layer, Stage, WeightLengths};
-use crate::plan::{Fc2Warps, Plan, Variant, choose_variant};
-use crate::types::{Activation, LayerOptions, LayerShape, Order, Split, WeightFormat};
+use crate::plan::{Plan, choose_variant, variants};
+use crate::types::{Activation, LayerOptions, LayerShape, Order, WeightFormat};
 use crate::workspace::Workspace;
 use kernels_gpu::bandwidth;
 use serde::Serialize;
@@ -25,10 +25,10 @@ pub struct DecodeOptions {
     pub tokens: Vec<usize>,
     /// Activations.
     pub activations: Vec<Activation>,
-    /// Splits.
-    pub splits: Vec<Split>,
-    /// Warps of a block of FC2; empty for the plan's own choice. Those that a format has no kernel for are left out.
-    pub fc2_warps: Vec<Fc2Warps>,
+    /// Orders of the sums.
+    pub orders: Vec<Order>,
+    /// Measure every variant of a plan, not only its own choice.
+    pub variants: bool,
     /// Also time each kernel alone.
     pub stages: bool,
     /// Seed of routings and data.
@@ -57,10 +57,10 @@ pub struct DecodeRow {
     pub tokens: usize,
     /// "bf16" or "f16".
     pub activation: &'static str,
-    /// K split of FC1.
-    pub split: usize,
-    /// Warps of a block of FC2.
-    pub fc2_warps: u32,
+    /// Order of the sums.
+    pub order: String,
+    /// Variant of the plan.
+    pub variant: String,
     /// Whether a layer uses this by default.
     pub default: bool,
     /// Microseconds of a layer, from bf16 hidden states and top-k ids to bf16 output.
@@ -196,20 +196,13 @@ pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&D
             }
             let out = Buffer::<u16>::new(&device, tokens * shape.output)?;
             for &activation in &options.activations {
-                for &split in &options.splits {
+                for &order in &options.orders {
                     let usual = LayerOptions { format: bench.format, gating: bench.gating, ..Default::default() };
-                    let arithmetic = LayerOptions { activation, order: Order::Seed { split }, ..usual };
+                    let arithmetic = LayerOptions { activation, order, ..usual };
                     let layers =
                         layers.iter().map(|layer| layer.with_options(arithmetic)).collect::<Result<Vec<_>>>()?;
                     let own = choose_variant(&shape, tokens, device.properties());
-                    let variants = match options.fc2_warps.as_slice() {
-                        [] => vec![own],
-                        warps => warps
-                            .iter()
-                            .map(|&fc2_warps| Variant { fc2_warps })
-                            .filter(|variant| bench.format == WeightFormat::Nvfp4 || *variant == own)
-                            .collect(),
-                    };
+                    let variants = if options.variants { variants(&arithmetic) } else { vec![own] };
                     for variant in variants {
                         let plan = Plan::with_variant(&device, shape, arithmetic, tokens, variant)?;
                         let workspace = Workspace::new(&device, &plan)?;
@@ -235,8 +228,8 @@ pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&D
                             shape: bench.name,
                             tokens,
                             activation: if activation == Activation::Bf16 { "bf16" } else { "f16" },
-                            split: split.count(),
-                            fc2_warps: variant.fc2_warps.count(),
+                            order: order.to_string(),
+                            variant: variant.name(order),
                             default: arithmetic == usual && variant == own,
                             microseconds,
                             experts,

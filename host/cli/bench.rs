@@ -11,8 +11,8 @@ use megamoe::bench::{
 };
 use megamoe::device::{Device, Properties};
 use megamoe::ops::gemm::GemmKernel;
-use megamoe::plan::Fc2Warps;
-use megamoe::{Activation, Error, Result, Split};
+use megamoe::plan::variants;
+use megamoe::{Activation, Error, LayerOptions, Order, Result};
 use serde::Serialize;
 
 #[derive(Debug, clap::Args)]
@@ -53,12 +53,12 @@ struct DecodeArgs {
     /// Activations: bf16, f16.
     #[arg(long, value_delimiter = ',', default_value = "f16,bf16")]
     activations: Vec<String>,
-    /// K splits of FC1 (default: all four; the layer's own default is 4).
-    #[arg(long, value_delimiter = ',', default_value = "1,2,4,8")]
-    splits: Vec<usize>,
-    /// Warps of a block of FC2 (default: the plan's choice).
-    #[arg(long, value_delimiter = ',')]
-    fc2_warps: Vec<u32>,
+    /// Orders of the sums: decode, seed1, seed2, seed4, seed8 (seed with that K split).
+    #[arg(long, value_delimiter = ',', default_value = "decode")]
+    orders: Vec<String>,
+    /// Measure every variant of a plan, not only its own choice.
+    #[arg(long)]
+    variants: bool,
     /// Time each kernel alone too.
     #[arg(long)]
     stages: bool,
@@ -245,8 +245,10 @@ fn decode(args: &DecodeArgs) -> Result<Verdict> {
         say_table(&out);
         return Ok(Verdict::Agreed);
     }
-    let splits: Vec<_> = Split::ALL.iter().map(|&split| (split.count().to_string(), split)).collect();
-    let warps: Vec<_> = Fc2Warps::ALL.iter().map(|&warps| (warps.count().to_string(), warps)).collect();
+    let orders = Order::ALL.map(|order| match order {
+        Order::Seed { split } => (format!("seed{}", split.count()), order),
+        Order::Decode => ("decode".to_owned(), order),
+    });
     let activations = [("f16".to_owned(), Activation::F16), ("bf16".to_owned(), Activation::Bf16)];
     if let Some(tokens) = args.tokens.iter().find(|&&tokens| tokens == 0) {
         return Err(Error::argument("tokens", tokens, "at least 1"));
@@ -255,14 +257,15 @@ fn decode(args: &DecodeArgs) -> Result<Verdict> {
         shapes: if args.shapes.is_empty() { SHAPES.to_vec() } else { named("shapes", &args.shapes, &shapes)? },
         tokens: args.tokens.clone(),
         activations: named("activations", &args.activations, &activations)?,
-        splits: named("splits", &args.splits, &splits)?,
-        fc2_warps: named("fc2_warps", &args.fc2_warps, &warps)?,
+        orders: named("orders", &args.orders, &orders)?,
+        variants: args.variants,
         stages: args.stages,
         seed: args.seed,
     };
     let gpu = open_gpu()?;
     let read = bench::read_floor(&gpu)?;
-    let variants = options.splits.len() * options.fc2_warps.len().max(1) * options.activations.len();
+    let each = |order| if options.variants { variants(&LayerOptions { order, ..Default::default() }).len() } else { 1 };
+    let variants = options.orders.iter().map(|&order| each(order)).sum::<usize>() * options.activations.len();
     let progress = Progress::steps((variants * options.tokens.len() * options.shapes.len()) as u64, "measuring");
     let rows = bench::decode(&gpu, &options, |row| {
         progress.now(format!("{} M={}", row.shape, row.tokens));
@@ -354,8 +357,8 @@ fn decode_table<'a>(
     let mut heads = vec![
         "M",
         "type",
-        "split",
-        "warps",
+        "order",
+        "variant",
         "µs",
         "GB/s",
         "% of read",
@@ -381,8 +384,8 @@ fn decode_table<'a>(
         let mut cells = vec![
             row.tokens.to_string(),
             row.activation.to_owned(),
-            format!("{}{}", row.split, if row.default { "*" } else { "" }),
-            row.fc2_warps.to_string(),
+            row.order.clone(),
+            format!("{}{}", row.variant, if row.default { "*" } else { "" }),
             format!("{:.1}", row.microseconds),
             format!("{:.0}", rate / 1e3),
             format!("{:.0}", 100.0 * rate / bandwidth),

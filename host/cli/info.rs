@@ -157,7 +157,7 @@ fn plans(device: &DeviceHandle) -> Result<Vec<PlanInfo>> {
             plans.push(PlanInfo {
                 shape: shape.name,
                 tokens,
-                variant: format!("{} warps a block in FC2", variant.fc2_warps.count()),
+                variant: variant.name(LayerOptions::default().order),
                 workspace_bytes: plan.workspace_bytes(),
                 launches: launches(&plan, tokens),
             });

@@ -6,6 +6,7 @@ use cuda_std::memory::{In, Out};
 use cuda_std::mma::m16n8k16;
 use cuda_std::thread::{WARP, block_dim, block_idx, lane, thread_idx};
 use cuda_std::{cvt, kernels, math, sync};
+use kernels_gpu::order::Seed;
 use kernels_gpu::dequant::Activation;
 use kernels_gpu::layout::scale::{padded_cols, swizzled_offset};
 
@@ -98,7 +99,7 @@ fn e2m1_decode_body<T: Activation, A: Arch>(codes: In<u8>, y: Out<f32>, n: u32) 
     if i < n as usize {
         // Every place of a word of eight has its turn; the results are the pairs (0, 2), (1, 3), (4, 6), (5, 7).
         let place = i % 8;
-        let pairs = T::decode::<A>((codes.load(i) as u32 & 0xf) << (4 * place));
+        let pairs = T::decode::<Seed, A>((codes.load(i) as u32 & 0xf) << (4 * place)).map(T::whole::<A>);
         let pair = pairs[place / 4 * 2 + place % 2];
         y.store(i, T::widen(if place % 4 < 2 { pair as u16 } else { (pair >> 16) as u16 }));
     }

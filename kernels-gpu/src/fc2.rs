@@ -1,29 +1,28 @@
 //! Down projection: `y[pair] = (alpha2 · weight) · (w2 · h[pair])`, with biases `(alpha2 · (w2 · h[pair]) + bias) · weight`.
 //!
-//! A unit of work is one entry times a tile of 16 output rows, done by one warp with one accumulator over all of I. Warps are
+//! A unit of work is one entry times a tile of 16 or 32 output rows, done by one warp with one accumulator over all of I. Warps are
 //! persistent and independent; how many share a block has no influence on the bits.
 
-use crate::dequant::{Activation, Format, Mxfp4, Nvfp4};
+use crate::dequant::{Activation, Format, Mxfp4, Nvfp4, folds};
 use crate::layout::permute::row_stride;
-use crate::layout::tile::tile_row;
-use crate::route_prep::{ENTRY_SLOTS, RECORD_WORDS, SLOT_WORDS};
+use crate::layout::tile::tile_rows;
+use crate::order::{Decode, Order, Seed};
+use crate::route_prep::{GROUP, RECORD_WORDS, SLOT_WORDS};
 use crate::schedule::{Schedule, Unit};
-use crate::stream::{Feed, ROWS, Ring, SEGMENT, Weights};
-use crate::tensor::{columns, multiply};
+use crate::stream::{Feed, ROWS, Rows, SEGMENT, Weights, ring_bytes};
+use crate::tensor::{self, multiply, reload};
 use cuda_std::arch::Arch;
-use cuda_std::kernels;
 use cuda_std::memory::{In, Out};
 use cuda_std::mma::{Bf16, F16};
 use cuda_std::thread::{block_idx, grid_dim, lane, warp};
+use cuda_std::{kernels, warp as lanes};
 
-/// Stages of a warp's ring.
-pub const STAGES: u32 = 3;
 /// Warps that a multiprocessor holds.
 const WARPS_PER_SM: u32 = 16;
 
-/// Bytes of shared memory of a block of `warps` warps.
-pub const fn shared_bytes<F: Format>(warps: u32) -> u32 {
-    warps * Ring::<F, STAGES>::BYTES
+/// Bytes of shared memory of a block of `warps` warps with tiles of `tiles` times 16 rows.
+pub const fn shared_bytes<F: Format>(warps: u32, tiles: u32) -> u32 {
+    warps * ring_bytes::<F>(tiles)
 }
 
 kernels! {
@@ -33,7 +32,7 @@ kernels! {
         entry_count: In<u32>,
         /// [entries, RECORD_WORDS] records.
         entries: In<u32>,
-        /// [entries, 8, SLOT_WORDS] slots.
+        /// [entries, 8 or 16, SLOT_WORDS] slots.
         slots: In<u32>,
         /// [M·top_k, row_stride(intermediate)] activations in tensor-core order.
         h: In<u16>,
@@ -50,21 +49,33 @@ kernels! {
         /// Output width H.
         output: u32,
     );
-    fc2_seed_bf16_warps1[32, WARPS_PER_SM] = |A| body::<Bf16, Nvfp4, A, 1>;
-    fc2_seed_bf16_warps2[64, WARPS_PER_SM / 2] = |A| body::<Bf16, Nvfp4, A, 2>;
-    fc2_seed_bf16_warps4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, A, 4>;
-    fc2_seed_bf16_warps8[256, WARPS_PER_SM / 8] = |A| body::<Bf16, Nvfp4, A, 8>;
-    fc2_seed_f16_warps1[32, WARPS_PER_SM] = |A| body::<F16, Nvfp4, A, 1>;
-    fc2_seed_f16_warps2[64, WARPS_PER_SM / 2] = |A| body::<F16, Nvfp4, A, 2>;
-    fc2_seed_f16_warps4[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, A, 4>;
-    fc2_seed_f16_warps8[256, WARPS_PER_SM / 8] = |A| body::<F16, Nvfp4, A, 8>;
-    fc2_seed_mxfp4_bf16_warps4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, A, 4>;
-    fc2_seed_mxfp4_f16_warps4[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, A, 4>;
+    fc2_seed_bf16_warps1[32, WARPS_PER_SM] = |A| body::<Bf16, Nvfp4, Seed, A, 1, 1, 1>;
+    fc2_seed_bf16_warps2[64, WARPS_PER_SM / 2] = |A| body::<Bf16, Nvfp4, Seed, A, 2, 1, 1>;
+    fc2_seed_bf16_warps4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, Seed, A, 4, 1, 1>;
+    fc2_seed_bf16_warps8[256, WARPS_PER_SM / 8] = |A| body::<Bf16, Nvfp4, Seed, A, 8, 1, 1>;
+    fc2_seed_f16_warps1[32, WARPS_PER_SM] = |A| body::<F16, Nvfp4, Seed, A, 1, 1, 1>;
+    fc2_seed_f16_warps2[64, WARPS_PER_SM / 2] = |A| body::<F16, Nvfp4, Seed, A, 2, 1, 1>;
+    fc2_seed_f16_warps4[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, Seed, A, 4, 1, 1>;
+    fc2_seed_f16_warps8[256, WARPS_PER_SM / 8] = |A| body::<F16, Nvfp4, Seed, A, 8, 1, 1>;
+    fc2_seed_mxfp4_bf16_warps4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, Seed, A, 4, 1, 1>;
+    fc2_seed_mxfp4_f16_warps4[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, Seed, A, 4, 1, 1>;
+    fc2_decode_bf16_rows16[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 1>;
+    fc2_decode_bf16_rows32[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 1>;
+    fc2_decode_bf16_wide[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 2>;
+    fc2_decode_f16_rows16[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 1>;
+    fc2_decode_f16_rows32[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 1>;
+    fc2_decode_f16_wide[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 2>;
+    fc2_decode_mxfp4_bf16_rows16[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 1>;
+    fc2_decode_mxfp4_bf16_rows32[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 1>;
+    fc2_decode_mxfp4_bf16_wide[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 2>;
+    fc2_decode_mxfp4_f16_rows16[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 1>;
+    fc2_decode_mxfp4_f16_rows32[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 1>;
+    fc2_decode_mxfp4_f16_wide[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 2>;
 }
 
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
-fn body<T: Activation, F: Format, A: Arch, const WARPS: u32>(
+fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TILES: usize, const GROUPS: usize>(
     entry_count: In<u32>,
     entries: In<u32>,
     slots: In<u32>,
@@ -77,68 +88,124 @@ fn body<T: Activation, F: Format, A: Arch, const WARPS: u32>(
     output: u32,
 ) {
     let weights = Weights { codes: w2, scales: s2, rows: output, k: intermediate };
-    let segments = intermediate.div_ceil(SEGMENT);
+    let segments = (0, 1, intermediate.div_ceil(SEGMENT));
+    let (_, _, count) = segments;
     // Neighbouring units go to different multiprocessors.
     let worker = warp() * grid_dim() + block_idx();
-    let (schedule, first) = Schedule::new(entry_count, output.div_ceil(ROWS), grid_dim() * WARPS, worker);
-    let row_of = |unit: Unit, r: u32| tile_row(unit.tile, r, ROWS, output);
-    // Rows past the end are copied from the last row and never stored.
-    let source_row = |unit: Unit, r: u32| row_of(unit, r).min(output - 1);
-
-    let ring = Ring::new(weights, warp() * Ring::<F, STAGES>::BYTES);
-    let mut feed = Feed::<F, STAGES>::start(ring, schedule, first, entries, (0, segments), source_row);
+    let unit_rows = ROWS * TILES as u32;
+    let (schedule, first) = Schedule::new(entry_count, output.div_ceil(unit_rows), grid_dim() * WARPS, worker);
+    let rows = |unit: Unit, j: u32| {
+        let (first, step) = tile_rows(unit.tile, j, unit_rows, output);
+        // Rows past the end are copied from the last row and never stored.
+        Rows { first: [first, first + 2 * step], step, next: 4, last: output - 1 }
+    };
+    let mut feed =
+        Feed::<F, O, TILES>::start(warp() * ring_bytes::<F>(TILES as u32), weights, schedule, first, entries, segments, rows);
 
     let (g, t) = (lane() / 4, lane() % 4);
     let stride = row_stride(intermediate as usize) as u32;
-    // Slots without a pair read another of the same expert; their columns are never stored.
-    let pair_of = |unit: Unit| slots.load(((unit.entry * ENTRY_SLOTS + g) * SLOT_WORDS + 3) as usize);
+    // Slot g of each group: pair, weight, and the pair to read: slots without one read another of the same expert, and their
+    // columns are never stored.
+    let slot_of = |unit: Unit, group: u32| {
+        let slot = unit.entry * GROUPS as u32 * GROUP + group * GROUP + g;
+        let [pair, _, weight, read] = slots.load_v4((slot * SLOT_WORDS) as usize);
+        [pair, weight, read]
+    };
+    let row_of = |pair: u32| h.skip(pair as usize * stride as usize + (t * 32) as usize);
+
     let mut unit = first;
-    let mut pair = if schedule.has(unit) { pair_of(unit) } else { 0 };
+    let mut held = [[0; 3]; GROUPS];
+    let mut at = [h; GROUPS];
+    let mut columns = [[[0; 4]; 4]; GROUPS];
+    if schedule.has(unit) {
+        let mut group = 0;
+        while group < GROUPS {
+            held[group] = slot_of(unit, group as u32);
+            at[group] = row_of(held[group][2]);
+            columns[group] = tensor::columns(at[group]);
+            group += 1;
+        }
+    }
     while schedule.has(unit) {
         let next = schedule.next(unit);
-        let row = pair as usize * stride as usize + t as usize * 32;
-        if schedule.has(next) {
-            pair = pair_of(next);
+        let more = schedule.has(next);
+        let now = held;
+        let (expert, alpha) = record(entries, unit);
+        if more {
+            let mut group = 0;
+            while group < GROUPS {
+                held[group] = slot_of(next, group as u32);
+                group += 1;
+            }
         }
-        let mut sum = [0.0; 4];
-        let mut segment = 0;
-        while segment < segments {
-            let at = row + (segment * SEGMENT) as usize;
-            let columns = [columns(h, at), columns(h, at + SEGMENT as usize / 2)];
-            let stage = feed.take::<{ STAGES - 1 }>(source_row);
-            sum = multiply::<T, F, A>(stage.codes[0], stage.scales[0], columns[0], sum);
-            sum = multiply::<T, F, A>(stage.codes[1], stage.scales[1], columns[1], sum);
-            segment += 1;
+        let mut sums = [[[0.0; 4]; GROUPS]; TILES];
+        let mut left = count;
+        while left > 0 {
+            left -= 1;
+            feed.wait();
+            let chunk = feed.read::<0>();
+            let second = at.map(|row| row.skip(SEGMENT as usize / 2));
+            multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, second, w), &mut sums);
+            let chunk = feed.read::<1>();
+            feed.refill(rows);
+            let mut group = 0;
+            while group < GROUPS {
+                if left > 0 {
+                    at[group] = at[group].skip(SEGMENT as usize);
+                } else if more {
+                    at[group] = row_of(held[group][2]);
+                }
+                group += 1;
+            }
+            multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, at, w), &mut sums);
         }
 
-        let record = (unit.entry * RECORD_WORDS) as usize;
-        let alpha = f32::from_bits(entries.load(record + 4));
-        let (upper, lower) = (row_of(unit, g), row_of(unit, g + 8));
+        let (row, step) = tile_rows(unit.tile, g % 4, unit_rows, output);
         let scaled = |sum: f32, weight: f32, row: u32| {
+            let sum = if folds::<F, O>() { sum * T::UNFOLD } else { sum };
             if b2.is_null() {
                 alpha * weight * sum
             } else {
-                let bias = b2.load(entries.load(record) as usize * output as usize + row as usize);
-                (alpha * sum + bias) * weight
+                (alpha * sum + b2.load(expert as usize * output as usize + row as usize)) * weight
             }
         };
-        macro_rules! finish {
-            ($upper:expr, $lower:expr, $slot:expr) => {
-                let [pair, _, weight, _] = slots.load_v4(((unit.entry * ENTRY_SLOTS + $slot) * SLOT_WORDS) as usize);
-                if pair != u32::MAX {
-                    let weight = f32::from_bits(weight);
-                    let to = pair as usize * output as usize;
-                    if upper < output {
-                        y.store(to + upper as usize, scaled($upper, weight, upper));
+        let mut group = 0;
+        while group < GROUPS {
+            // Column 2t and 2t+1 are slots of other lanes.
+            macro_rules! finish {
+                ($column:literal) => {
+                    let lane_of = 4 * (2 * t + $column);
+                    let pair = lanes::shfl(now[group][0], lane_of);
+                    let weight = f32::from_bits(lanes::shfl(now[group][1], lane_of));
+                    if pair != u32::MAX {
+                        let to = pair as usize * output as usize;
+                        let mut tile = 0;
+                        while tile < TILES {
+                            let upper = row + (4 * tile as u32 + g / 4) * step;
+                            let lower = upper + 2 * step;
+                            let sum = sums[tile][group];
+                            if upper < output {
+                                y.store(to + upper as usize, scaled(sum[$column], weight, upper));
+                            }
+                            if lower < output {
+                                y.store(to + lower as usize, scaled(sum[$column + 2], weight, lower));
+                            }
+                            tile += 1;
+                        }
                     }
-                    if lower < output {
-                        y.store(to + lower as usize, scaled($lower, weight, lower));
-                    }
-                }
-            };
+                };
+            }
+            finish!(0);
+            finish!(1);
+            group += 1;
         }
-        finish!(sum[0], sum[2], 2 * t);
-        finish!(sum[1], sum[3], 2 * t + 1);
         unit = next;
     }
+}
+
+/// Expert and alpha2 of a unit's entry.
+#[inline(always)]
+fn record(entries: In<u32>, unit: Unit) -> (u32, f32) {
+    let at = (unit.entry * RECORD_WORDS) as usize;
+    (entries.load(at), f32::from_bits(entries.load(at + 4)))
 }

@@ -9,6 +9,7 @@
 //! A lane's block is eight bytes of codes and a byte of scale, so that a warp reads both in whole sectors; x comes from L1.
 
 use crate::dequant::Activation;
+use crate::order::Seed;
 use crate::topk::{Weighing, select, tree};
 use core::num::NonZeroU32;
 use cuda_std::arch::Arch;
@@ -96,7 +97,7 @@ struct Gate {
 /// Sixteen weights of a row: those of the eight low and the eight high nibbles' bytes apart.
 #[inline(always)]
 fn weights_of<A: Arch>(codes: u32, scale: f32) -> [f32; 8] {
-    let [a, b, c, d] = Bf16::decode::<A>(codes);
+    let [a, b, c, d] = Bf16::decode::<Seed, A>(codes).map(Bf16::whole::<A>);
     let low = |pair: u32| f32::from_bits(pair << 16) * scale;
     let high = |pair: u32| f32::from_bits(pair & 0xFFFF_0000) * scale;
     [low(a), low(b), high(a), high(b), low(c), low(d), high(c), high(d)]

@@ -1,13 +1,14 @@
 //! Routing table from top-k ids, and activations into tensor-core order.
 //!
 //! Block 0 builds the table. Pair i = token·top_k + slot of expert e gets the rank r = number of pairs j < i with the same
-//! expert. An expert with c pairs owns ceil(c / 8) *entries* of eight slots (eight is the column count of an mma); entries lie by
-//! ascending expert, and pair i sits in slot r mod 8 of the expert's entry r / 8. Ids outside 0..E are skipped.
+//! expert. An expert with c pairs owns ceil(c / S) *entries* of S slots, S = 8 (the columns of an mma) or 16 (of two); entries lie by
+//! ascending expert, and pair i sits in slot r mod S of the expert's entry r / S. Ids outside 0..E are skipped.
 //!
-//! The other blocks rewrite x row by row in the order of [`crate::layout::permute`], and zero the padding of h.
+//! The other blocks rewrite x row by row in the pairs of an [`Order`], and zero the padding of h.
 
 use crate::dequant::Activation;
-use crate::layout::permute::{position, row_stride};
+use crate::layout::permute::row_stride;
+use crate::order::{Decode, Order, Seed};
 use crate::status;
 use core::num::NonZeroU32;
 use cuda_std::kernels;
@@ -19,18 +20,22 @@ use cuda_std::{sync, warp as lanes};
 
 /// Threads of a block.
 pub const THREADS: u32 = 1024;
-/// Pairs of one entry: columns of an mma.
-pub const ENTRY_SLOTS: u32 = 8;
+/// Slots of each group of an entry: columns of an mma.
+pub const GROUP: u32 = 8;
+/// [`Seed`] as a parameter.
+pub const SEED: u32 = 0;
+/// [`Decode`] as a parameter.
+pub const DECODE: u32 = 1;
 /// Words of an entry's record: expert, number of pairs, alpha1 of up, alpha1 of gate, alpha2, and three unused.
 pub const RECORD_WORDS: u32 = 8;
 /// Words of a slot: its pair (-1 as u32 for none), token, weight, and a pair of the same expert to read where there is none. One
 /// 16-byte store: scattered stores of one block are what this kernel's time consists of.
 pub const SLOT_WORDS: u32 = 4;
 
-/// Most entries that `pairs` pairs over `experts` experts can have.
-pub const fn max_entries(pairs: usize, experts: usize) -> usize {
+/// Most entries of `slots` slots that `pairs` pairs over `experts` experts can have.
+pub const fn max_entries(pairs: usize, experts: usize, slots: usize) -> usize {
     let spread = if pairs < experts { pairs } else { experts };
-    let packed = (pairs + 7 * spread) / 8;
+    let packed = (pairs + (slots - 1) * spread) / slots;
     if packed < pairs { packed } else { pairs }
 }
 
@@ -72,7 +77,7 @@ kernels! {
         entry_count: Out<u32>,
         /// [entries, RECORD_WORDS] records.
         entries: Out<u32>,
-        /// [entries, 8, SLOT_WORDS] slots.
+        /// [entries, 8·groups, SLOT_WORDS] slots.
         slots: Out<u32>,
         /// [M, row_stride(hidden)] reordered activations.
         x_permuted: Out<u16>,
@@ -92,6 +97,10 @@ kernels! {
         intermediate: u32,
         /// Warps that count, see [`counting_warps`].
         warps: u32,
+        /// Groups of eight slots of an entry, 1 or 2.
+        groups: u32,
+        /// Order of the pairs of x: [`SEED`] or [`DECODE`].
+        order: u32,
     );
     route_prep_bf16_bf16[THREADS, 1] = |_A| body::<Bf16, Bf16>;
     route_prep_bf16_f16[THREADS, 1] = |_A| body::<Bf16, F16>;
@@ -118,9 +127,11 @@ fn body<X: Activation, T: Activation>(
     hidden: u32,
     intermediate: u32,
     warps: u32,
+    groups: u32,
+    order: u32,
 ) {
     if block_idx() == 0 {
-        let table = Table { entries, slots, alpha1, alpha2 };
+        let table = Table { entries, slots, alpha1, alpha2, slots_log2: 2 + groups };
         build_table(topk_ids, topk_weights, entry_count, table, status, tokens, top_k, experts, warps);
     } else {
         let live = |token: u32| {
@@ -130,7 +141,7 @@ fn body<X: Activation, T: Activation>(
             }
             slot < top_k
         };
-        permute_rows::<X, T>(x, x_permuted, status, tokens, hidden, live);
+        permute_rows::<X, T>(x, x_permuted, status, tokens, hidden, order, live);
         zero_padding(h, tokens * top_k, intermediate);
     }
 }
@@ -141,6 +152,16 @@ struct Table {
     slots: Out<u32>,
     alpha1: In<f32>,
     alpha2: In<f32>,
+    /// Slots of an entry, as a power of two: 3 or 4.
+    slots_log2: u32,
+}
+
+impl Table {
+    /// Entries of an expert with `pairs` pairs.
+    #[inline(always)]
+    fn entries_of(&self, pairs: u32) -> u32 {
+        (pairs + (1 << self.slots_log2) - 1) >> self.slots_log2
+    }
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -226,7 +247,7 @@ fn build_table(
             w += 8;
         }
         totals.store(expert, total);
-        own += total.div_ceil(ENTRY_SLOTS);
+        own += table.entries_of(total);
         expert += 1;
     }
     let through = lanes::inclusive_scan(own);
@@ -247,7 +268,7 @@ fn build_table(
     let mut expert = first;
     while expert < last {
         first_entry.store(expert, next);
-        next += totals.load(expert).div_ceil(ENTRY_SLOTS);
+        next += table.entries_of(totals.load(expert));
         expert += 1;
     }
     sync::sync_threads();
@@ -266,7 +287,7 @@ fn build_table(
             if group.valid {
                 let rank = start + (group.peers & ((1 << lane()) - 1)).count_ones();
                 let total = totals.load(group.expert);
-                let entry = first_entry.load(group.expert) + rank / ENTRY_SLOTS;
+                let entry = first_entry.load(group.expert) + (rank >> table.slots_log2);
                 let pair = at + lane();
                 group.place(table, pair, pair / per_token, rank, total, entry);
             }
@@ -328,8 +349,9 @@ impl Group {
     /// record too, the last pair of an expert the unused slots.
     #[inline(always)]
     fn place(&self, table: Table, pair: u32, token: u32, rank: u32, total: u32, entry: u32) {
-        let slot_of = |number: u32| ((entry * ENTRY_SLOTS + number) * SLOT_WORDS) as usize;
-        let number = rank % ENTRY_SLOTS;
+        let slots = 1 << table.slots_log2;
+        let slot_of = |number: u32| ((entry * slots + number) * SLOT_WORDS) as usize;
+        let number = rank % slots;
         table.slots.store_v4(slot_of(number), [pair, token, self.weight.to_bits(), pair]);
         if number == 0 {
             let expert = self.expert as usize;
@@ -337,12 +359,12 @@ impl Group {
             let gate = table.alpha1.load(2 * expert + 1).to_bits();
             let down = table.alpha2.load(expert).to_bits();
             let record = (entry * RECORD_WORDS) as usize;
-            table.entries.store_v4(record, [self.expert, (total - rank).min(ENTRY_SLOTS), up, gate]);
+            table.entries.store_v4(record, [self.expert, (total - rank).min(slots), up, gate]);
             table.entries.store_v4(record + 4, [down, 0, 0, 0]);
         }
         if rank + 1 == total {
             let mut unused = number + 1;
-            while unused < ENTRY_SLOTS {
+            while unused < slots {
                 table.slots.store_v4(slot_of(unused), [u32::MAX, token, 0, pair]);
                 unused += 1;
             }
@@ -359,6 +381,7 @@ fn permute_rows<X: Activation, T: Activation>(
     status: Out<u32>,
     tokens: u32,
     hidden: u32,
+    order: u32,
     live: impl Fn(u32) -> bool,
 ) {
     let stride = row_stride(hidden as usize) as u32;
@@ -383,11 +406,10 @@ fn permute_rows<X: Activation, T: Activation>(
                 }
             };
             let mut infinite = false;
-            out = [(0, 2), (1, 3), (4, 6), (5, 7)].map(|(low, high)| {
-                let (low, high) = (convert(low), convert(high));
-                infinite |= low.1 | high.1;
-                low.0 as u32 | (high.0 as u32) << 16
-            });
+            let converted = [0, 1, 2, 3, 4, 5, 6, 7].map(convert);
+            let pair = |(low, high): (usize, usize)| converted[low].0 as u32 | (converted[high].0 as u32) << 16;
+            out = if order == DECODE { Decode::PAIRS.map(pair) } else { Seed::PAIRS.map(pair) };
+            infinite |= converted.iter().any(|&(_, infinite)| infinite);
             overflow |= infinite && live(token);
         }
         x_permuted.store_v4(token as usize * stride as usize + word as usize * 8, out);
@@ -398,7 +420,6 @@ fn permute_rows<X: Activation, T: Activation>(
             word -= words.get();
         }
     }
-    const { assert!(position(1) == 2 && position(2) == 1 && position(5) == 6) };
     if lanes::any(overflow) && lane() == 0 {
         status.atomic_or(0, status::F16_RANGE);
     }

@@ -1,12 +1,13 @@
-//! Weight tiles through shared memory: each warp has a ring of stages of its own, so no block barrier stands between a copy
-//! and its use. [`Feed`] keeps the ring full, [`Ring`] is the memory behind it.
+//! Weight tiles through shared memory: each warp has a ring of two stages of its own, so no block barrier stands between a copy
+//! and its use. A stage is refilled as soon as its last chunk is in registers.
 //!
-//! A stage holds 16 rows by 256 k: 128 bytes of codes and a scale per block ([`Format`]) a row. The 16-byte piece p of row r lies at
-//! piece p xor 4·(r mod 2), so that eight lanes that read two rows hit all 32 banks once.
+//! A stage holds 16 or 32 rows by 256 k: for each 16 rows 128 bytes of codes a row, then a scale per block ([`Format`]) a row. The
+//! 16-byte piece p of row r lies at piece p xor 4·(r mod 2), so that eight lanes that read two rows hit all 32 banks once.
 
 use crate::dequant::Format;
 use crate::layout::permute;
 use crate::layout::scale::{padded_cols, swizzled_len, swizzled_offset};
+use crate::order::Order;
 use crate::route_prep::RECORD_WORDS;
 use crate::schedule::{Schedule, Unit};
 use core::marker::PhantomData;
@@ -17,13 +18,21 @@ use cuda_std::{copy, sync};
 
 /// k of a stage.
 pub const SEGMENT: u32 = permute::SEGMENT as u32;
-/// Rows of a stage.
+/// Rows of a tile that share an mma.
 pub const ROWS: u32 = 16;
-/// Bytes of codes of a stage.
+/// Bytes of the codes of 16 rows.
 const CODE_BYTES: u32 = ROWS * SEGMENT / 2;
-/// Bytes of a stage: codes, then scales.
-pub const fn stage_bytes<F: Format>() -> u32 {
+/// Stages of a ring.
+const STAGES: u32 = 2;
+
+/// Bytes of 16 rows of a stage: codes, then scales.
+const fn tile_bytes<F: Format>() -> u32 {
     CODE_BYTES + ROWS * SEGMENT / F::BLOCK
+}
+
+/// Bytes of shared memory of a warp's ring whose stages hold `tiles` times 16 rows.
+pub const fn ring_bytes<F: Format>(tiles: u32) -> u32 {
+    STAGES * tiles * tile_bytes::<F>()
 }
 
 /// The quantised matrix of each expert: codes [E, rows, k/2] and swizzled scales.
@@ -39,222 +48,146 @@ pub struct Weights {
     pub k: u32,
 }
 
-/// A warp's ring of `STAGES` stages, and the place in the weights that is copied next.
+/// Matrix rows of a tile for the lanes with r mod 4 = j: row 4i + j of half 0 (rows 0 to 7) or 1 (rows 8 to 15) of 16 rows number
+/// n is first[half] + (n·`next` + i)·step, for i = 0 and 1, but at most `last`.
 #[derive(Clone, Copy)]
-pub struct Ring<F, const STAGES: u32> {
-    weights: Weights,
-    base: u32,
-    write: u32,
-    read: u32,
-    /// Byte offsets of this lane's pieces of the next segment: codes of four rows, scales of two (or one, where all scales of a
-    /// stage are but one word a lane).
-    codes: [usize; 4],
-    scales: [usize; 2],
-    segment: u32,
-    format: PhantomData<F>,
+pub struct Rows {
+    /// First row of each half.
+    pub first: [u32; 2],
+    /// Distance of neighbours.
+    pub step: u32,
+    /// Neighbours from one 16 rows to the next.
+    pub next: u32,
+    /// Rows past this one are copied from it (and never used).
+    pub last: u32,
 }
 
-impl<F: Format, const STAGES: u32> Ring<F, STAGES> {
-    /// Bytes of shared memory of one ring.
-    pub const BYTES: u32 = STAGES * stage_bytes::<F>();
+impl Rows {
+    #[inline(always)]
+    fn at(self, half: usize, tile: u32, i: u32) -> usize {
+        let row = self.first[half] + (tile * self.next + i) * self.step;
+        row.min(self.last) as usize
+    }
+}
+
+/// What one lane needs of a 128-k chunk of a stage, by 16 rows and by row g or g+8.
+#[derive(Clone, Copy)]
+pub struct Fragments<F: Format, const TILES: usize> {
+    /// 32 codes: k 32t to 32t+31 of the chunk.
+    pub codes: [[[u32; 4]; 2]; TILES],
+    /// The block scales of these 32 k.
+    pub scales: [[F::Scales; 2]; TILES],
+}
+
+/// A persistent warp's ring and its copying side, which runs two stages ahead of the computing side, from one unit of work into the
+/// next.
+pub struct Feed<F, O, const TILES: usize> {
+    weights: Weights,
+    schedule: Schedule,
+    entries: In<u32>,
+    /// First segment of a unit, distance to the next, and how many.
+    segments: (u32, u32, u32),
+    /// Segments that lie whole in every row.
+    whole: u32,
+    /// The unit that is copied next, and its expert: loaded a unit ahead.
+    unit: Unit,
+    expert: u32,
+    /// Segments of the present unit that are not yet copied, and the last that was.
+    left: u32,
+    segment: u32,
+    /// This lane's pieces of that segment: codes of four rows, scales of two (or one, where all scales of 16 rows are but one word a
+    /// lane).
+    codes: [[In<u8>; 4]; TILES],
+    scales: [[In<u8>; 2]; TILES],
+    /// Byte offset of the stage that is read and refilled next, and the sum of both offsets.
+    stage: u32,
+    stages: u32,
+    kind: PhantomData<(F, O)>,
+}
+
+impl<F: Format, O: Order, const TILES: usize> Feed<F, O, TILES> {
+    /// Bytes of a stage.
+    const STAGE: u32 = TILES as u32 * tile_bytes::<F>();
     /// Words of four scales of a row of a stage.
     const SCALE_WORDS: u32 = SEGMENT / F::BLOCK / 4;
     /// Rows whose scales a warp copies with one instruction.
     const SCALE_ROWS: u32 = WARP / Self::SCALE_WORDS;
 
-    /// An empty ring at byte `base` of shared memory.
-    #[inline(always)]
-    pub fn new(weights: Weights, base: u32) -> Self {
-        Ring { weights, base, write: 0, read: 0, codes: [0; 4], scales: [0; 2], segment: 0, format: PhantomData }
-    }
-
-    /// Next comes segment `segment` of the tile of `expert` whose 16 rows are `row(0)` to `row(15)`.
-    #[inline(always)]
-    pub fn seek(&mut self, expert: u32, segment: u32, row: impl Fn(u32) -> u32) {
-        let Weights { rows, k, .. } = self.weights;
-        let row_bytes = k as usize / 2;
-        let (lane, expert) = (lane(), expert as usize);
-        let base = expert * rows as usize * row_bytes + segment as usize * 128 + (lane % 8) as usize * 16;
-        self.codes = [0, 4, 8, 12].map(|r| base + row(r + lane / 8) as usize * row_bytes);
-        let columns = (k / F::BLOCK) as usize;
-        let base = expert * swizzled_len(rows as usize, columns);
-        let column = (segment * (SEGMENT / F::BLOCK) + lane % Self::SCALE_WORDS * 4) as usize;
-        let scale_row = |r: u32| row(r % ROWS + lane / Self::SCALE_WORDS) as usize;
-        self.scales = [0, Self::SCALE_ROWS].map(|r| base + swizzled_offset(scale_row(r), column, padded_cols(columns)));
-        self.segment = segment;
-    }
-
-    /// Starts copying the next segment into the next stage, as one group.
-    #[inline(always)]
-    pub fn copy(&mut self) {
-        let k = self.weights.k;
-        if (F::BLOCK == 32 || k.is_multiple_of(32)) && (self.segment + 1) * SEGMENT <= k {
-            self.copy_whole();
-        } else {
-            self.copy_partial();
-        }
-        copy::commit();
-        self.codes = self.codes.map(|offset| offset + 128);
-        self.scales = self.scales.map(|offset| offset + Self::SCALE_WORDS as usize * 512);
-        self.segment += 1;
-        self.write = if self.write + 1 == STAGES { 0 } else { self.write + 1 };
-    }
-
-    /// Closes an empty group, so that every step of the ring waits for the same number of groups.
-    #[inline(always)]
-    pub fn skip(&mut self) {
-        copy::commit();
-    }
-
-    #[inline(always)]
-    fn stage(&self, index: u32) -> (Shared<u8>, Shared<u8>) {
-        let base = self.base + index * stage_bytes::<F>();
-        (Shared::at(base, CODE_BYTES), Shared::at(base + CODE_BYTES, stage_bytes::<F>() - CODE_BYTES))
-    }
-
-    #[inline(always)]
-    fn copy_whole(&self) {
-        let (codes, scales) = self.stage(self.write);
-        let lane = lane();
-        // r and lane / 8 have the same parity for r a multiple of 4, so the piece is the same for all four rows.
-        let to = lane / 8 * 128 + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16;
-        copy::async16(codes, to, self.weights.codes, self.codes[0]);
-        copy::async16(codes, to + 4 * 128, self.weights.codes, self.codes[1]);
-        copy::async16(codes, to + 8 * 128, self.weights.codes, self.codes[2]);
-        copy::async16(codes, to + 12 * 128, self.weights.codes, self.codes[3]);
-        copy::async4_zfill(scales, lane * 4, self.weights.scales, self.scales[0], 4);
-        if Self::SCALE_ROWS < ROWS {
-            copy::async4_zfill(scales, lane * 4 + 128, self.weights.scales, self.scales[1], 4);
-        }
-    }
-
-    /// Rows that are no multiple of 16 bytes, and the end of a row: zeros behind the last k, for codes and scales.
-    #[inline(always)]
-    fn copy_partial(&self) {
-        let (codes, scales) = self.stage(self.write);
-        let lane = lane();
-        let left = |used: u32, unit: u32| unit.saturating_sub(used);
-        let to = lane / 8 * 128 + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16;
-        let bytes = left(self.segment * 128 + lane % 8 * 16, self.weights.k / 2);
-        let first = self.segment * (SEGMENT / F::BLOCK) + lane % Self::SCALE_WORDS * 4;
-        let columns = left(first, self.weights.k / F::BLOCK);
-        if F::BLOCK == 32 {
-            // Whole pieces of codes, and all scales of a row in words.
-            copy::async16_zfill(codes, to, self.weights.codes, self.codes[0], bytes.min(16));
-            copy::async16_zfill(codes, to + 4 * 128, self.weights.codes, self.codes[1], bytes.min(16));
-            copy::async16_zfill(codes, to + 8 * 128, self.weights.codes, self.codes[2], bytes.min(16));
-            copy::async16_zfill(codes, to + 12 * 128, self.weights.codes, self.codes[3], bytes.min(16));
-            copy::async4_zfill(scales, lane * 4, self.weights.scales, self.scales[0], columns.min(4));
-            return;
-        }
-        let mut q = 0;
-        while q < 4 {
-            copy::async8_zfill(codes, to + q * 512, self.weights.codes, self.row_codes(q), bytes.min(8));
-            let second = left(8, bytes).min(8);
-            copy::async8_zfill(codes, to + q * 512 + 8, self.weights.codes, self.row_codes(q) + 8, second);
-            q += 1;
-        }
-        let mut column = 0;
-        while column < 4 {
-            let kept = column < columns;
-            let up = if kept { self.weights.scales.load(self.scales[0] + column as usize) } else { 0 };
-            let down = if kept { self.weights.scales.load(self.scales[1] + column as usize) } else { 0 };
-            scales.store(lane * 4 + column, up);
-            scales.store(lane * 4 + 128 + column, down);
-            column += 1;
-        }
-    }
-
-    /// `codes[q]` by selection: a run-time index would put the array into local memory.
-    #[inline(always)]
-    fn row_codes(&self, q: u32) -> usize {
-        if q == 0 {
-            self.codes[0]
-        } else if q == 1 {
-            self.codes[1]
-        } else if q == 2 {
-            self.codes[2]
-        } else {
-            self.codes[3]
-        }
-    }
-
-    /// Waits for the oldest stage and reads this lane's fragments of it. The stage is free again once all lanes are behind
-    /// the barrier at the end.
-    #[inline(always)]
-    pub fn take<const PENDING: u32>(&mut self) -> Fragments<F> {
-        const { assert!(PENDING + 1 == STAGES) };
-        copy::wait::<PENDING>();
-        sync::sync_warp();
-        let (codes, scales) = self.stage(self.read);
-        let scales = Shared::<F::Scales>::at(scales.byte(0), scales.len() / F::LANE_SCALES);
-        let (g, t) = (lane() / 4, lane() % 4);
-        // Rows g and g+8 have the same parity.
-        let piece = |row: u32, half: u32| codes.load_v4(row * 128 + ((half * 4 + t) ^ (row % 2 * 4)) * 16);
-        let scale = |row: u32, half: u32| scales.load(row * 8 + half * 4 + t);
-        let fragments = Fragments {
-            codes: [[piece(g, 0), piece(g + 8, 0)], [piece(g, 1), piece(g + 8, 1)]],
-            scales: [[scale(g, 0), scale(g + 8, 0)], [scale(g, 1), scale(g + 8, 1)]],
-        };
-        sync::sync_warp();
-        self.read = if self.read + 1 == STAGES { 0 } else { self.read + 1 };
-        fragments
-    }
-}
-
-/// What one lane needs of a stage, by 128-k chunk and by row g or g+8.
-#[derive(Clone, Copy)]
-pub struct Fragments<F: Format> {
-    /// 32 codes: k 32t to 32t+31 of the chunk.
-    pub codes: [[[u32; 4]; 2]; 2],
-    /// The block scales of these 32 k.
-    pub scales: [[F::Scales; 2]; 2],
-}
-
-/// The copying side of a persistent warp. It runs `STAGES` steps ahead of the computing side, from one unit of work into the next.
-pub struct Feed<F, const STAGES: u32> {
-    ring: Ring<F, STAGES>,
-    schedule: Schedule,
-    entries: In<u32>,
-    begin: u32,
-    end: u32,
-    unit: Unit,
-    segment: u32,
-    /// Expert of `unit` before its first segment is copied, of the unit after it from then on: loaded long before it is needed.
-    expert: u32,
-}
-
-impl<F: Format, const STAGES: u32> Feed<F, STAGES> {
-    /// Starts the first `STAGES` copies of a warp that takes segments `begin` to `end` of each of its units, from `first` on. The
-    /// experts are in `entries`, and `row(unit, r)` is row r of a unit's tile.
+    /// Starts the first two copies into the ring at byte `base` of shared memory, for a warp that takes `segments` of each of its units,
+    /// from `first` on. The experts are in `entries`, and `rows(unit, j)` are the rows of a unit's tile.
     #[inline(always)]
     pub fn start(
-        ring: Ring<F, STAGES>,
+        base: u32,
+        weights: Weights,
         schedule: Schedule,
         first: Unit,
         entries: In<u32>,
-        segments: (u32, u32),
-        row: impl Fn(Unit, u32) -> u32,
+        segments: (u32, u32, u32),
+        rows: impl Fn(Unit, u32) -> Rows,
     ) -> Self {
-        let (begin, end) = segments;
-        let mut feed = Feed { ring, schedule, entries, begin, end, unit: first, segment: begin, expert: 0 };
-        if begin < end && schedule.has(first) {
+        let Weights { codes, scales, k, .. } = weights;
+        let mut feed = Feed {
+            weights,
+            schedule,
+            entries,
+            segments,
+            whole: if F::BLOCK == 32 || k.is_multiple_of(32) { k / SEGMENT } else { 0 },
+            unit: first,
+            expert: 0,
+            left: 0,
+            segment: 0,
+            codes: [[codes; 4]; TILES],
+            scales: [[scales; 2]; TILES],
+            stage: base,
+            stages: 2 * base + Self::STAGE,
+            kind: PhantomData,
+        };
+        if schedule.has(first) {
             feed.expert = feed.expert_of(first);
         }
-        let mut stage = 0;
-        while stage < STAGES {
-            feed.copy(&row);
-            stage += 1;
-        }
+        feed.copy(&rows);
+        feed.copy(&rows);
         feed
     }
 
-    /// The oldest stage; another copy starts in its place. `PENDING` is `STAGES` - 1.
+    /// Waits for the present stage, the oldest that was copied.
     #[inline(always)]
-    pub fn take<const PENDING: u32>(&mut self, row: impl Fn(Unit, u32) -> u32) -> Fragments<F> {
-        let fragments = self.ring.take::<PENDING>();
-        self.copy(&row);
+    pub fn wait(&self) {
+        copy::wait::<{ STAGES - 1 }>();
+        sync::sync_warp();
+    }
+
+    /// This lane's fragments of a 128-k chunk of the present stage.
+    #[inline(always)]
+    pub fn read<const CHUNK: u32>(&self) -> Fragments<F, TILES> {
+        let (g, t) = (lane() / 4, lane() % 4);
+        let mut fragments = Fragments { codes: [[[0; 4]; 2]; TILES], scales: [[F::NO_SCALES; 2]; TILES] };
+        let mut tile = 0;
+        while tile < TILES {
+            let (codes, scales) = self.memory(tile as u32);
+            let scales = Shared::<F::Scales>::at(scales.byte(0), scales.len() / F::LANE_SCALES);
+            // Rows g and g+8 have the same parity.
+            let piece = |row: u32| codes.load_v4(row * 128 + ((CHUNK * 4 + t) ^ (g % 2 * 4)) * 16);
+            let scale = |row: u32| scales.load(row * 8 + CHUNK * 4 + t);
+            fragments.codes[tile] = [piece(g), piece(g + 8)];
+            fragments.scales[tile] = [scale(g), scale(g + 8)];
+            tile += 1;
+        }
         fragments
+    }
+
+    /// Starts another copy in place of the present stage, which has been read, and turns to the other.
+    #[inline(always)]
+    pub fn refill(&mut self, rows: impl Fn(Unit, u32) -> Rows) {
+        sync::sync_warp();
+        self.copy(&rows);
+    }
+
+    /// Codes and scales of 16 rows of the present stage.
+    #[inline(always)]
+    fn memory(&self, tile: u32) -> (Shared<u8>, Shared<u8>) {
+        let base = self.stage + tile * tile_bytes::<F>();
+        (Shared::at(base, CODE_BYTES), Shared::at(base + CODE_BYTES, tile_bytes::<F>() - CODE_BYTES))
     }
 
     #[inline(always)]
@@ -262,25 +195,134 @@ impl<F: Format, const STAGES: u32> Feed<F, STAGES> {
         self.entries.load((unit.entry * RECORD_WORDS) as usize)
     }
 
+    /// Starts the next copy into the present stage, as one group (an empty one where nothing is left), and turns to the other.
     #[inline(always)]
-    fn copy(&mut self, row: &impl Fn(Unit, u32) -> u32) {
-        if self.begin < self.end && self.schedule.has(self.unit) {
-            if self.segment == self.begin {
-                let unit = self.unit;
-                self.ring.seek(self.expert, self.begin, |r| row(unit, r));
-                let after = self.schedule.next(unit);
-                if self.schedule.has(after) {
-                    self.expert = self.expert_of(after);
+    fn copy(&mut self, rows: &impl Fn(Unit, u32) -> Rows) {
+        let (begin, step, count) = self.segments;
+        if self.left > 0 || (count > 0 && self.schedule.has(self.unit)) {
+            if self.left == 0 {
+                self.seek(rows);
+                self.left = count;
+                self.segment = begin;
+                self.unit = self.schedule.next(self.unit);
+                if self.schedule.has(self.unit) {
+                    self.expert = self.expert_of(self.unit);
+                }
+            } else {
+                self.segment += step;
+                let mut tile = 0;
+                while tile < TILES {
+                    self.codes[tile] = self.codes[tile].map(|row| row.skip(step as usize * 128));
+                    self.scales[tile] =
+                        self.scales[tile].map(|row| row.skip((step * Self::SCALE_WORDS) as usize * 512));
+                    tile += 1;
                 }
             }
-            self.ring.copy();
-            self.segment += 1;
-            if self.segment == self.end {
-                self.unit = self.schedule.next(self.unit);
-                self.segment = self.begin;
+            self.left -= 1;
+            let mut tile = 0;
+            if self.segment < self.whole {
+                while tile < TILES {
+                    self.copy_whole(tile);
+                    tile += 1;
+                }
+            } else {
+                while tile < TILES {
+                    self.copy_partial(tile);
+                    tile += 1;
+                }
             }
-        } else {
-            self.ring.skip();
+        }
+        copy::commit();
+        self.stage = self.stages - self.stage;
+    }
+
+    /// Finds this lane's pieces of the first segment of the next unit.
+    #[inline(always)]
+    fn seek(&mut self, rows: &impl Fn(Unit, u32) -> Rows) {
+        let Weights { codes, scales, rows: height, k } = self.weights;
+        let (segment, _, _) = self.segments;
+        let row_bytes = k as usize / 2;
+        let (lane, expert) = (lane(), self.expert as usize);
+        let codes = codes.skip(expert * height as usize * row_bytes);
+        let columns = (k / F::BLOCK) as usize;
+        let scales = scales.skip(expert * swizzled_len(height as usize, columns));
+
+        let piece = (segment * 128 + lane % 8 * 16) as usize;
+        let of_codes = rows(self.unit, lane / 8);
+        let column = (segment * (SEGMENT / F::BLOCK) + lane % Self::SCALE_WORDS * 4) as usize;
+        let scale_row = lane / Self::SCALE_WORDS;
+        let of_scales = rows(self.unit, scale_row % 4);
+        let scales_of = |row| scales.skip(swizzled_offset(row, column, padded_cols(columns)));
+        let mut tile = 0;
+        while tile < TILES {
+            let n = tile as u32;
+            let codes_of = |half, i| codes.skip(of_codes.at(half, n, i) * row_bytes + piece);
+            self.codes[tile] = [codes_of(0, 0), codes_of(0, 1), codes_of(1, 0), codes_of(1, 1)];
+            let (upper, lower) = (of_scales.at(0, n, scale_row % 8 / 4), of_scales.at(1, n, scale_row % 8 / 4));
+            self.scales[tile] = if Self::SCALE_ROWS < ROWS {
+                [scales_of(upper), scales_of(lower)]
+            } else {
+                [scales_of(if scale_row < 8 { upper } else { lower }); 2]
+            };
+            tile += 1;
+        }
+    }
+
+    #[inline(always)]
+    fn copy_whole(&self, tile: usize) {
+        let (codes, scales) = self.memory(tile as u32);
+        let lane = lane();
+        // Rows r and r + 4 have the same parity, so the piece is the same for all four rows.
+        let to = lane / 8 * 128 + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16;
+        copy::async16(codes, to, self.codes[tile][0], 0);
+        copy::async16(codes, to + 4 * 128, self.codes[tile][1], 0);
+        copy::async16(codes, to + 8 * 128, self.codes[tile][2], 0);
+        copy::async16(codes, to + 12 * 128, self.codes[tile][3], 0);
+        copy::async4_zfill(scales, lane * 4, self.scales[tile][0], 0, 4);
+        if Self::SCALE_ROWS < ROWS {
+            copy::async4_zfill(scales, lane * 4 + 128, self.scales[tile][1], 0, 4);
+        }
+    }
+
+    /// Rows that are no multiple of 16 bytes, and the end of a row: zeros behind the last k, for codes and scales.
+    #[inline(always)]
+    fn copy_partial(&self, tile: usize) {
+        let (codes, scales) = self.memory(tile as u32);
+        let lane = lane();
+        let left = |used: u32, unit: u32| unit.saturating_sub(used);
+        let to = lane / 8 * 128 + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16;
+        let bytes = left(self.segment * 128 + lane % 8 * 16, self.weights.k / 2);
+        let first = self.segment * (SEGMENT / F::BLOCK) + lane % Self::SCALE_WORDS * 4;
+        let columns = left(first, self.weights.k / F::BLOCK);
+        let [a, b, c, d] = self.codes[tile];
+        if F::BLOCK == 32 {
+            // Whole pieces of codes, and all scales of a row in words.
+            copy::async16_zfill(codes, to, a, 0, bytes.min(16));
+            copy::async16_zfill(codes, to + 4 * 128, b, 0, bytes.min(16));
+            copy::async16_zfill(codes, to + 8 * 128, c, 0, bytes.min(16));
+            copy::async16_zfill(codes, to + 12 * 128, d, 0, bytes.min(16));
+            copy::async4_zfill(scales, lane * 4, self.scales[tile][0], 0, columns.min(4));
+            return;
+        }
+        let second = left(8, bytes).min(8);
+        macro_rules! halves {
+            ($q:literal, $row:expr) => {
+                copy::async8_zfill(codes, to + $q * 512, $row, 0, bytes.min(8));
+                copy::async8_zfill(codes, to + $q * 512 + 8, $row, 8, second);
+            };
+        }
+        halves!(0, a);
+        halves!(1, b);
+        halves!(2, c);
+        halves!(3, d);
+        let mut column = 0;
+        while column < 4 {
+            let kept = column < columns;
+            let up = if kept { self.scales[tile][0].stream(column as usize) } else { 0 };
+            let down = if kept { self.scales[tile][1].stream(column as usize) } else { 0 };
+            scales.store(lane * 4 + column, up);
+            scales.store(lane * 4 + 128 + column, down);
+            column += 1;
         }
     }
 }

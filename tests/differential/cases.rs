@@ -11,7 +11,7 @@ use megamoe::diff::{Case, DeviceCase, Family, ONE, SHAPE, draw, floats};
 use megamoe::formats::fp4::{Fp4Matrix, GlobalScale, alphas_from_processed};
 use megamoe::formats::{ExpertTensors, Fp4Experts, SwizzledScales};
 use megamoe::layer::{BiasBuffers, Hidden, Inputs, Layer, WeightLengths};
-use megamoe::plan::{Fc2Warps, MAX_PAIRS, Plan, Variant};
+use megamoe::plan::{Fc2Warps, MAX_PAIRS, Plan, VARIANTS, Variant};
 use megamoe::reference::{Mode, Status};
 use megamoe::workspace::Workspace;
 use megamoe::{Activation, Error, Gating, LayerOptions, LayerShape, WeightFormat};
@@ -1016,7 +1016,7 @@ fn arguments_outside_their_limits() {
             (LayerShape { top_k: 2, ..SHAPE }, options),
             (SHAPE, LayerOptions { activation: Activation::F16, ..options }),
         ] {
-            let variant = Variant { fc2_warps: Fc2Warps::W1 };
+            let variant = Variant { fc2_warps: Fc2Warps::W1, ..VARIANTS[0] };
             on_device.plan = Plan::with_variant(&device, shape, options, 1, variant).unwrap();
             assert_eq!(argument_of(&on_device.forward().unwrap_err()), "plan");
         }

@@ -7,7 +7,7 @@ use kernels_gpu::layout::permute::row_stride;
 use megamoe::device::{Buffer, Device, DeviceHandle, Emulator, EmulatorOptions, Gpu};
 use megamoe::diff::{Case, Random};
 use megamoe::reference::{LayerResult, Mode, Route, math};
-use megamoe::{Activation, Error, LayerShape, WeightFormat};
+use megamoe::{Activation, Error, LayerShape, Order, WeightFormat};
 use std::sync::{Arc, LazyLock};
 
 /// Every architecture whose paths a kernel can take.
@@ -143,21 +143,30 @@ pub struct Table {
 }
 
 impl Table {
-    /// The entries of `route` in the order that `seed` gives: no kernel may depend on it.
-    pub fn new(device: &DeviceHandle, case: &Case, route: &Route, seed: u64) -> Self {
-        let mut order = route.entries().to_vec();
+    /// The entries of `route`, two neighbours of an expert in one where `groups` is 2, in the order that `seed` gives: no kernel may
+    /// depend on it.
+    pub fn new(device: &DeviceHandle, case: &Case, route: &Route, groups: usize, seed: u64) -> Self {
+        let of_expert = route.entries().chunk_by(|a, b| a.expert == b.expert);
+        let mut order: Vec<(usize, Vec<i32>)> = of_expert
+            .flat_map(|entries| entries.chunks(groups))
+            .map(|entries| {
+                let mut pairs: Vec<i32> = entries.iter().flat_map(|entry| entry.pairs).collect();
+                pairs.resize(8 * groups, -1);
+                (entries[0].expert as usize, pairs)
+            })
+            .collect();
         let mut random = Random(seed);
         for i in (1..order.len()).rev() {
             order.swap(i, random.next() as usize % (i + 1));
         }
         let (mut entries, mut slots) = (vec![], vec![]);
-        for entry in &order {
-            let expert = entry.expert as usize;
-            let count = entry.pairs.iter().filter(|&&pair| pair >= 0).count() as u32;
+        for (expert, pairs) in &order {
+            let expert = *expert;
+            let count = pairs.iter().filter(|&&pair| pair >= 0).count() as u32;
             let [up, gate] = case.alpha1[expert].map(f32::to_bits);
             entries.extend([expert as u32, count, up, gate, case.alpha2[expert].to_bits(), 0, 0, 0]);
-            let first = entry.pairs[0] as u32;
-            for pair in entry.pairs {
+            let first = pairs[0] as u32;
+            for &pair in pairs {
                 let (to_read, weight) = if pair < 0 { (first, 0.0) } else { (pair as u32, case.topk_w[pair as usize]) };
                 slots.extend([pair as u32, to_read / case.shape.top_k as u32, weight.to_bits(), to_read]);
             }
@@ -170,29 +179,29 @@ impl Table {
     }
 }
 
-/// Rows of `width` elements in the order of the tensor cores: of each four the middle ones change places, zeros behind the
-/// last.
-pub fn in_tensor_order(rows: &[u16], width: usize) -> Vec<u16> {
+/// Rows of `width` elements in the order of the tensor cores, zeros behind the last.
+pub fn in_tensor_order(rows: &[u16], width: usize, order: Order) -> Vec<u16> {
     let stride = row_stride(width);
     let mut out = vec![0; rows.len() / width * stride];
     for (i, &bits) in rows.iter().enumerate() {
-        out[i / width * stride + exchanged(i % width)] = bits;
+        out[i / width * stride + place(i % width, order)] = bits;
     }
     out
 }
 
 /// The inverse: rows of `width` elements from rows in the order of the tensor cores.
-pub fn from_tensor_order(rows: &[u16], width: usize) -> Vec<u16> {
+pub fn from_tensor_order(rows: &[u16], width: usize, order: Order) -> Vec<u16> {
     let stride = row_stride(width);
-    rows.chunks(stride).flat_map(|row| (0..width).map(|k| row[exchanged(k)])).collect()
+    rows.chunks(stride).flat_map(|row| (0..width).map(|k| row[place(k, order)])).collect()
 }
 
-fn exchanged(k: usize) -> usize {
-    match k % 4 {
-        1 => k + 1,
-        2 => k - 1,
-        _ => k,
-    }
+/// Where element k lies: in seed the middle ones of each four change places, in decode the halves of each eight alternate.
+fn place(k: usize, order: Order) -> usize {
+    let places = match order {
+        Order::Seed { .. } => [0, 2, 1, 3, 4, 6, 5, 7],
+        Order::Decode => [0, 2, 4, 6, 1, 3, 5, 7],
+    };
+    k / 8 * 8 + places[k % 8]
 }
 
 /// Makes the sums of w13 cancel: the second half of every row repeats the first, and the second half of x is the negative of the

@@ -8,16 +8,27 @@ use kernels_gpu::layout::permute::row_stride;
 use kernels_gpu::status;
 use megamoe::device::{Buffer, DeviceHandle, Grid, launch};
 use megamoe::diff::{Case, Family, Random, draw, draw_in};
+use megamoe::plan::Tile;
 use megamoe::reference::{Mode, Route, convert_x, fc1, math, route_prep};
 use megamoe::{Activation, Gating, LayerOptions, LayerShape, Order, Split, WeightFormat};
 
 const UNTOUCHED: u16 = 0xA5A5;
 
-fn kernel(weights: WeightFormat, activation: Activation, split: Split) -> Kernel<family::Family> {
+/// A kernel by its order and, for decode, its tile.
+fn kernel(weights: WeightFormat, activation: Activation, order: Order, tile: Tile) -> Kernel<family::Family> {
     let weights = if weights == WeightFormat::Mxfp4 { "mxfp4_" } else { "" };
     let format = if activation == Activation::Bf16 { "bf16" } else { "f16" };
-    let name = format!("fc1_seed_{weights}{format}_split{}", split.count());
+    let name = match order {
+        Order::Seed { split } => format!("fc1_seed_{weights}{format}_split{}", split.count()),
+        Order::Decode => format!("fc1_decode_{weights}{format}_{}", tile.name()),
+    };
     *family::KERNELS.iter().find(|kernel| kernel.name == name).unwrap()
+}
+
+/// Every order, decode with every tile.
+fn orders() -> impl Iterator<Item = (Order, Tile)> {
+    let seeds = Split::ALL.map(|split| (Order::Seed { split }, Tile::Rows16));
+    seeds.into_iter().chain(Tile::ALL.map(|tile| (Order::Decode, tile)))
 }
 
 /// h [pairs, I] and the status.
@@ -28,24 +39,28 @@ fn expected(case: &Case, route: &Route, mode: Mode) -> (Vec<u16>, u32) {
 }
 
 /// The kernel's h, with `UNTOUCHED` where it wrote nothing, and the status.
-fn run(case: &Case, route: &Route, device: &DeviceHandle, blocks: u32, seed: u64) -> (Vec<u16>, u32) {
+fn run(case: &Case, route: &Route, tile: Tile, device: &DeviceHandle, blocks: u32, seed: u64) -> (Vec<u16>, u32) {
     let LayerShape { hidden, intermediate, .. } = case.shape;
     let LayerOptions { format, activation, order, gating } = case.options;
-    let Order::Seed { split } = order else { panic!("no kernel for {order}") };
+    let (tiles, groups) = match tile {
+        Tile::Rows16 => (1, 1),
+        Tile::Rows32 => (2, 1),
+        Tile::Wide => (1, 2),
+    };
     let (x, _) = convert_x(&case.inputs(), &case.shape, activation, route).unwrap();
-    let table = Table::new(device, case, route, seed);
-    let x = Buffer::from_slice(device, &in_tensor_order(&x, hidden)).unwrap();
+    let table = Table::new(device, case, route, groups as usize, seed);
+    let x = Buffer::from_slice(device, &in_tensor_order(&x, hidden, order)).unwrap();
     let w13 = Buffer::from_slice(device, &case.w13).unwrap();
     let s13 = Buffer::from_slice(device, &case.s13).unwrap();
     let b13 = case.b13.as_ref().map(|b13| Buffer::from_slice(device, b13).unwrap());
     let stride = row_stride(intermediate);
     let h = Buffer::from_slice(device, &vec![UNTOUCHED; route.pairs() * stride]).unwrap();
     let status = Buffer::from_slice(device, &[0u32]).unwrap();
-    let kernel = kernel(format, activation, split);
-    let split = split.count() as u32;
+    let kernel = kernel(format, activation, order, tile);
+    let split = order.partials() as u32;
     let shared_bytes = match format {
-        WeightFormat::Nvfp4 => shared_bytes::<Nvfp4>(split),
-        WeightFormat::Mxfp4 => shared_bytes::<Mxfp4>(split),
+        WeightFormat::Nvfp4 => shared_bytes::<Nvfp4>(split, tiles, groups),
+        WeightFormat::Mxfp4 => shared_bytes::<Mxfp4>(split, tiles, groups),
     };
     let grid = Grid { blocks, shared_bytes };
     device.prepare(kernel.into(), grid.shared_bytes).unwrap();
@@ -71,7 +86,7 @@ fn run(case: &Case, route: &Route, device: &DeviceHandle, blocks: u32, seed: u64
     for row in h.chunks(stride) {
         assert!(row[intermediate..].iter().all(|&bits| bits == UNTOUCHED));
     }
-    (from_tensor_order(&h, intermediate), status.download().unwrap()[0])
+    (from_tensor_order(&h, intermediate, order), status.download().unwrap()[0])
 }
 
 /// Where `got` is not `wanted`; rows of skipped pairs must be untouched.
@@ -88,12 +103,12 @@ fn difference(route: &Route, intermediate: usize, wanted: &(Vec<u16>, u32), got:
 }
 
 #[track_caller]
-fn check(case: &Case, device: &DeviceHandle, blocks: u32, seed: u64) {
+fn check(case: &Case, tile: Tile, device: &DeviceHandle, blocks: u32, seed: u64) {
     let route = route_prep(&case.topk_ids, case.shape.top_k, case.shape.experts).unwrap();
     let wanted = expected(case, &route, Mode::Exact);
-    let got = run(case, &route, device, blocks, seed);
+    let got = run(case, &route, tile, device, blocks, seed);
     if let Some(difference) = difference(&route, case.shape.intermediate, &wanted, &got) {
-        panic!("{:?}, {:?}, {blocks} blocks: {difference}", case.shape, case.options);
+        panic!("{:?}, {:?}, {tile:?}, {blocks} blocks: {difference}", case.shape, case.options);
     }
 }
 
@@ -117,14 +132,14 @@ const SIZES: [(usize, usize); 12] = [
 fn every_kernel_at_every_size() {
     let mut turn = 0;
     for activation in [Activation::Bf16, Activation::F16] {
-        for split in Split::ALL {
+        for (order, tile) in orders() {
             for (hidden, intermediate) in SIZES {
                 let shape = LayerShape { hidden, intermediate, output: 1, experts: 3, top_k: 2 };
                 let mut case = draw(Family::ALL[turn % 7], shape, 5, turn as u64);
                 let gating = Gating::Silu { limit: (turn % 5 == 0).then_some(0.75) };
-                case.options = LayerOptions { activation, order: Order::Seed { split }, gating, ..case.options };
-                check(&case, &any_emulator(turn), 1 + turn as u32 % 7, turn as u64);
-                gpu().iter().for_each(|gpu| check(&case, gpu, 1 + turn as u32 * 37 % 500, turn as u64));
+                case.options = LayerOptions { activation, order, gating, ..case.options };
+                check(&case, tile, &any_emulator(turn), 1 + turn as u32 % 7, turn as u64);
+                gpu().iter().for_each(|gpu| check(&case, tile, gpu, 1 + turn as u32 * 37 % 500, turn as u64));
                 turn += 1;
             }
         }
@@ -147,17 +162,17 @@ const GATINGS: [Gating; 5] = [
 fn every_mxfp4_kernel_at_every_size() {
     let mut turn = 0;
     for activation in [Activation::Bf16, Activation::F16] {
-        for split in Split::ALL {
+        for (order, tile) in orders() {
             for (hidden, intermediate) in MXFP4_SIZES {
                 let shape = LayerShape { hidden, intermediate, output: 1, experts: 3, top_k: 2 };
                 let mut case = draw_in(WeightFormat::Mxfp4, Family::ALL[turn % 7], shape, 5, turn as u64);
                 if turn % 2 == 0 {
                     case.add_biases(turn as u64);
                 }
-                let (order, gating) = (Order::Seed { split }, GATINGS[turn % 5]);
+                let gating = GATINGS[turn % 5];
                 case.options = LayerOptions { activation, order, gating, ..case.options };
-                check(&case, &any_emulator(turn), 1 + turn as u32 % 7, turn as u64);
-                gpu().iter().for_each(|gpu| check(&case, gpu, 1 + turn as u32 * 37 % 500, turn as u64));
+                check(&case, tile, &any_emulator(turn), 1 + turn as u32 % 7, turn as u64);
+                gpu().iter().for_each(|gpu| check(&case, tile, gpu, 1 + turn as u32 * 37 % 500, turn as u64));
                 turn += 1;
             }
         }
@@ -174,10 +189,10 @@ fn biases_and_gatings_with_nvfp4() {
             case.add_biases(turn as u64);
         }
         let activation = [Activation::Bf16, Activation::F16][turn / 12];
-        let order = Order::Seed { split: Split::ALL[turn % 4] };
+        let (order, tile) = orders().nth(turn % 7).unwrap();
         case.options = LayerOptions { activation, order, gating: GATINGS[turn % 5], ..case.options };
-        check(&case, &any_emulator(turn), 1 + turn as u32 % 7, turn as u64);
-        gpu().iter().for_each(|gpu| check(&case, gpu, 1 + turn as u32 * 37 % 500, turn as u64));
+        check(&case, tile, &any_emulator(turn), 1 + turn as u32 % 7, turn as u64);
+        gpu().iter().for_each(|gpu| check(&case, tile, gpu, 1 + turn as u32 * 37 % 500, turn as u64));
     }
 }
 
@@ -202,8 +217,8 @@ fn every_mxfp4_code_under_every_scale() {
     for activation in [Activation::Bf16, Activation::F16] {
         case.options.activation = activation;
         for device in (0..3).map(any_emulator).chain(gpu()) {
-            check(&case, &device, 7, 0);
-            let (h, _) = run(&case, &route, &device, 5, 0);
+            check(&case, Tile::Rows32, &device, 7, 0);
+            let (h, _) = run(&case, &route, Tile::Rows16, &device, 5, 0);
             for (i, bits) in h.into_iter().enumerate() {
                 let (scale, code) = (i / 16, i % 16);
                 let exact = codes[code] * 2f64.powi(scale as i32 - 127);
@@ -232,13 +247,13 @@ fn sums_that_cancel() {
     let mxfp4 = [64, 320, 576, 1088, 2880].map(|hidden| (WeightFormat::Mxfp4, hidden, 32));
     for (turn, (format, hidden, intermediate)) in nvfp4.into_iter().chain(mxfp4).enumerate() {
         for activation in [Activation::Bf16, Activation::F16] {
-            for split in Split::ALL {
+            for (i, (order, tile)) in orders().enumerate() {
                 let shape = LayerShape { hidden, intermediate, output: 1, experts: 2, top_k: 1 };
                 let mut case = draw_in(format, Family::Random, shape, 6, turn as u64);
                 cancel_w13(&mut case);
-                case.options = LayerOptions { activation, order: Order::Seed { split }, ..case.options };
-                check(&case, &any_emulator(turn + split.count()), 2, 1);
-                gpu().iter().for_each(|gpu| check(&case, gpu, 64, 1));
+                case.options = LayerOptions { activation, order, ..case.options };
+                check(&case, tile, &any_emulator(turn + i), 2, 1);
+                gpu().iter().for_each(|gpu| check(&case, tile, gpu, 64, 1));
             }
         }
     }
@@ -254,8 +269,8 @@ fn another_order_of_sums_is_caught() {
         case.topk_ids.fill(1);
         let route = route_prep(&case.topk_ids, 1, 2).unwrap();
         let mut results = vec![expected(&case, &route, Mode::Fast).0];
-        for split in Split::ALL {
-            case.options.order = Order::Seed { split };
+        for order in Order::ALL {
+            case.options.order = order;
             results.push(expected(&case, &route, Mode::Exact).0);
         }
         for (i, a) in results.iter().enumerate() {
@@ -273,10 +288,13 @@ fn any_grid() {
     let shape = LayerShape { hidden: 272, intermediate: 144, output: 1, experts: 3, top_k: 2 };
     let mut case = draw(Family::Random, shape, 9, 3);
     for blocks in [1, 2, 17, 200] {
-        check(&case, &any_emulator(blocks as usize), blocks, 4);
+        for (order, tile) in orders() {
+            case.options.order = order;
+            check(&case, tile, &any_emulator(blocks as usize), blocks, 4);
+        }
     }
     case.topk_ids.fill(-1);
-    check(&case, &any_emulator(1), 3, 4);
+    check(&case, Tile::Wide, &any_emulator(1), 3, 4);
 }
 
 /// Rows and tiles at stride 32: a unit takes columns of up and of gate that belong together.
@@ -294,7 +312,7 @@ fn each_column_is_its_own() {
         // silu(32·4) is 128 in bf16 too.
         case.alpha1.fill([1.0, 32.0]);
         let route = route_prep(&case.topk_ids, 1, 1).unwrap();
-        let (h, _) = run(&case, &route, &any_emulator(1), 2, 0);
+        let (h, _) = run(&case, &route, Tile::Rows32, &any_emulator(1), 2, 0);
         let codes = [0.0f32, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
         for (column, bits) in h.into_iter().enumerate() {
             let code = marked(column);
@@ -311,7 +329,7 @@ fn planted_faults_are_caught() {
     let case = draw(Family::Ids, shape, 7, 3);
     let route = route_prep(&case.topk_ids, 2, 3).unwrap();
     let wanted = expected(&case, &route, Mode::Exact);
-    let right = run(&case, &route, &any_emulator(1), 2, 0);
+    let right = run(&case, &route, Tile::Wide, &any_emulator(1), 2, 0);
     assert_eq!(difference(&route, 48, &wanted, &right), None);
     type Plant = fn(&mut Case);
     let faults: [(&str, Plant); 4] = [
@@ -374,8 +392,8 @@ fn swiglu_bit_by_bit() {
         }
         let route = route_prep(&case.topk_ids, 1, pairs.len()).unwrap();
         for device in std::iter::once(any_emulator(1)).chain(gpu()) {
-            check(&case, &device, 5, 0);
-            let (h, _) = run(&case, &route, &device, 3, 0);
+            check(&case, Tile::Rows16, &device, 5, 0);
+            let (h, _) = run(&case, &route, Tile::Rows32, &device, 3, 0);
             for (&(gate, up), row) in pairs.iter().zip(h.chunks(16)) {
                 assert_eq!(row[0], math::from_f32(activation, ways[0](gate, up)), "{activation:?}: {gate}, {up}");
             }
@@ -428,7 +446,7 @@ fn gpt_oss_gating_bit_by_bit() {
             let route = route_prep(&case.topk_ids, 1, pairs.len()).unwrap();
             let by_reference = expected(&case, &route, Mode::Exact);
             for device in std::iter::once(any_emulator(1)).chain(gpu()) {
-                let got = run(&case, &route, &device, 3, 0);
+                let got = run(&case, &route, Tile::Rows32, &device, 3, 0);
                 assert_eq!(difference(&route, 32, &by_reference, &got), None, "{activation:?} {format}");
                 for (&(gate, up), row) in pairs.iter().zip(got.0.chunks(32)) {
                     // 0 + (-0) is +0.
@@ -449,7 +467,7 @@ fn planted_faults_in_biases_and_gating_are_caught() {
     case.add_biases(1);
     case.options.gating = Gating::GPT_OSS;
     let route = route_prep(&case.topk_ids, 2, 3).unwrap();
-    let right = run(&case, &route, &any_emulator(1), 2, 0);
+    let right = run(&case, &route, Tile::Wide, &any_emulator(1), 2, 0);
     assert_eq!(difference(&route, 64, &expected(&case, &route, Mode::Exact), &right), None);
     type Plant = fn(&mut Case);
     let faults: [(&str, Plant); 7] = [

@@ -7,7 +7,7 @@ use cuda_std::arch::ArchId;
 use megamoe::device::{Buffer, DeviceHandle};
 use megamoe::diff::{Case, DeviceCase, DrawOptions, Family, Op, Random, draw, draw_in, draw_op, floats};
 use megamoe::layer::{BiasBuffers, Hidden, Inputs, Layer};
-use megamoe::plan::{Fc2Warps, Plan, Variant};
+use megamoe::plan::{self, Fc2Warps, Plan, Variant};
 use megamoe::reference::{LayerResult, Mode, Status, layer_bound};
 use megamoe::workspace::Workspace;
 use megamoe::{Activation, Error, Gating, LayerOptions, LayerShape, Order, Split, WeightFormat};
@@ -40,14 +40,24 @@ const SHAPES: [(LayerShape, usize); 17] = [
 ];
 
 /// Number of combinations that [`variant`] tells apart.
-const VARIANTS: usize = 3 * 4 * 4;
+const VARIANTS: usize = 3 * 21;
 
-/// Sets activation, type of x and split, and gives the rest of variant `number`. The numbers from 0 to `VARIANTS` are all there are.
+/// Sets activation, type of x and order, and gives the rest of variant `number`: four splits and four block sizes of seed, and the
+/// variants of decode. The numbers from 0 to `VARIANTS` are all there are.
 fn variant(case: Case, number: usize) -> (Case, Variant) {
     let mut case = if number % 3 == 2 { case.x_as_f16() } else { case };
     case.options.activation = if number.is_multiple_of(3) { Activation::Bf16 } else { Activation::F16 };
-    case.options.order = Order::Seed { split: Split::ALL[number / 3 % 4] };
-    (case, Variant { fc2_warps: Fc2Warps::ALL[number / 12 % 4] })
+    let number = number / 3 % 21;
+    match number.checked_sub(16) {
+        None => {
+            case.options.order = Order::Seed { split: Split::ALL[number % 4] };
+            (case, Variant { fc2_warps: Fc2Warps::ALL[number / 4], ..plan::VARIANTS[0] })
+        }
+        Some(number) => {
+            case.options.order = Order::Decode;
+            (case, plan::VARIANTS[number])
+        }
+    }
 }
 
 #[track_caller]
@@ -126,7 +136,7 @@ fn all_pairs_on_one_expert() {
     every_shape(Family::OneExpert);
 }
 
-/// Each of the 48 variants on one shape, with two partial chunks and more segments than none and fewer than eight.
+/// Each variant on one shape, with two partial chunks and more segments than none and fewer than eight.
 #[test]
 fn every_variant() {
     for number in 0..VARIANTS {
@@ -183,11 +193,11 @@ fn bits_depend_on_neither_schedule_nor_grid_nor_variant() {
     let mut turn = 0;
     for arch in crate::common::ARCHS {
         for multiprocessors in 1..=4 {
-            let fc2_warps = Fc2Warps::ALL[turn % 4];
+            let variant = plan::VARIANTS[turn % 5];
             turn += 1;
             let device = emulator(arch, multiprocessors, 1000 + turn as u64);
-            let got = DeviceCase::new(&case, &device, Variant { fc2_warps }).unwrap().run().unwrap();
-            assert_same(&format!("{arch:?}, {multiprocessors}, {fc2_warps:?}"), &case.shape, &wanted, &got);
+            let got = DeviceCase::new(&case, &device, variant).unwrap().run().unwrap();
+            assert_same(&format!("{arch:?}, {multiprocessors}, {variant:?}"), &case.shape, &wanted, &got);
         }
     }
     // A device that has run before goes on with another order.
@@ -388,26 +398,27 @@ fn another_order_of_sums_is_caught() {
     case.options.activation = Activation::F16;
     let wanted = case.run(Mode::Exact).unwrap();
     assert!(difference(&case.shape, &wanted, &case.run(Mode::Fast).unwrap()).is_some());
-    for split in [Split::S1, Split::S2, Split::S8] {
-        case.options.order = Order::Seed { split };
-        assert!(difference(&case.shape, &wanted, &case.run(Mode::Exact).unwrap()).is_some(), "{split:?}");
+    for order in Order::ALL.into_iter().filter(|&order| order != case.options.order).collect::<Vec<_>>() {
+        case.options.order = order;
+        assert!(difference(&case.shape, &wanted, &case.run(Mode::Exact).unwrap()).is_some(), "{order:?}");
     }
 }
 
-/// As `variant` and `check_variant`, for MXFP4: three kinds of activations, four splits, three gatings, with and without biases.
+/// As `variant` and `check_variant`, for MXFP4: three kinds of activations, the orders, three gatings, with and without biases.
 #[track_caller]
 fn check_mxfp4(case: Case, number: usize, device: &DeviceHandle, what: &str) {
-    let (mut case, _) = variant(case, number);
+    let (mut case, variant) = variant(case, number);
+    let variant = Variant { fc2_warps: Fc2Warps::W4, ..variant };
     if case.options.activation == Activation::F16 {
         case = case.fit_f16();
     }
     case.options.gating =
-        [Gating::GPT_OSS, Gating::Silu { limit: None }, Gating::Silu { limit: Some(0.5) }][number / 12 % 3];
+        [Gating::GPT_OSS, Gating::Silu { limit: None }, Gating::Silu { limit: Some(0.5) }][number / 7 % 3];
     if !number.is_multiple_of(5) {
         case.add_biases(number as u64);
     }
     let wanted = case.run(Mode::Exact).unwrap();
-    let got = case.on(device).and_then(|on_device| {
+    let got = DeviceCase::new(&case, device, variant).and_then(|on_device| {
         if number.is_multiple_of(2) {
             return on_device.run();
         }
@@ -419,7 +430,7 @@ fn check_mxfp4(case: Case, number: usize, device: &DeviceHandle, what: &str) {
 }
 
 /// Combinations that [`check_mxfp4`] tells apart, but for biases.
-const MXFP4_VARIANTS: usize = 3 * 4 * 3;
+const MXFP4_VARIANTS: usize = 3 * 21;
 
 const MXFP4_SHAPES: [(LayerShape, usize); 12] = [
     (shape(32, 32, 1, 1, 1), 1),
@@ -442,8 +453,8 @@ fn mxfp4_with_every_family() {
         for (i, (shape, tokens)) in MXFP4_SHAPES.into_iter().enumerate() {
             let number = turn * MXFP4_SHAPES.len() + i;
             let case = draw_in(WeightFormat::Mxfp4, family, shape, tokens, number as u64);
-            // 7 is prime to the number of variants.
-            check_mxfp4(case, 7 * number, &any_emulator(number), &format!("{family} on emulator {number}"));
+            // 11 is prime to the number of variants.
+            check_mxfp4(case, 11 * number, &any_emulator(number), &format!("{family} on emulator {number}"));
         }
     }
     let Some(gpu) = gpu() else { return };
@@ -611,7 +622,7 @@ fn mxfp4_arguments_are_named() {
     on_device.plan = plan;
     assert_eq!(named(on_device.forward().unwrap_err()), "plan");
     for fc2_warps in Fc2Warps::ALL {
-        let made = DeviceCase::new(&case, &device, Variant { fc2_warps });
+        let made = DeviceCase::new(&case, &device, Variant { fc2_warps, ..plan::VARIANTS[0] });
         assert_eq!(made.err().map(|error| argument_of(&error)), (fc2_warps != Fc2Warps::W4).then_some("fc2_warps"));
     }
     for (name, shape) in [("hidden", shape(48, 32, 8, 2, 1)), ("intermediate", shape(64, 16, 8, 2, 1))] {

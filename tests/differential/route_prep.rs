@@ -4,7 +4,7 @@
 use crate::common::{ARCHS, emulator, gpu};
 use cuda_std::kernel::{DeviceRef, Kernel};
 use kernels_gpu::layout::permute::row_stride;
-use kernels_gpu::route_prep::{counting_warps, max_entries, route_prep as family, shared_bytes};
+use kernels_gpu::route_prep::{counting_warps, max_entries, SEED, route_prep as family, shared_bytes};
 use kernels_gpu::status;
 use megamoe::Error;
 use megamoe::device::{Buffer, DeviceHandle, Grid, launch};
@@ -126,7 +126,7 @@ impl Batch {
             (XType::F16, Activation::Bf16) => unreachable!("there is no such kernel"),
         };
         let pairs = self.tokens * self.top_k;
-        let most = max_entries(pairs, self.experts);
+        let most = max_entries(pairs, self.experts, 8);
         let (x_stride, h_stride) = (row_stride(self.hidden), row_stride(self.intermediate));
         let poisoned = |words: usize| -> Result<Buffer<u32>, Error> {
             let buffer = Buffer::new(device, words)?;
@@ -166,6 +166,8 @@ impl Batch {
                 hidden: self.hidden as u32,
                 intermediate: self.intermediate as u32,
                 warps,
+                groups: 1,
+                order: SEED,
             },
         )?;
         // The padding of every row of h is zero, and nothing else of it is touched.
@@ -364,6 +366,8 @@ fn a_missing_buffer_is_reported() {
             hidden: 16,
             intermediate: 16,
             warps: 1,
+            groups: 1,
+            order: SEED,
         },
     );
     let Err(Error::Fault(message)) = result else { panic!("{result:?}") };

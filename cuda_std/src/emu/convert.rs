@@ -87,6 +87,21 @@ pub fn permute_bytes(a: u32, b: u32, selector: u32) -> u32 {
     })
 }
 
+/// Bits of `a` where `mask` has ones, else of `b`.
+pub fn select_bits(mask: u32, a: u32, b: u32) -> u32 {
+    (a & mask) | (b & !mask)
+}
+
+/// The low half twice.
+pub fn duplicate_low(pair: u32) -> u32 {
+    (pair & 0xFFFF) * 0x1_0001
+}
+
+/// The high half twice.
+pub fn duplicate_high(pair: u32) -> u32 {
+    (pair >> 16) * 0x1_0001
+}
+
 fn e4m3_to_f16(code: u8) -> u16 {
     let (sign, magnitude) = (u16::from(code & 0x80) << 8, code & 0x7F);
     let value = match (magnitude >> 3, magnitude & 7) {

@@ -103,7 +103,7 @@ mod tensor;
 
 pub use convert::{
     e2m1x2_to_f16x2, e4m3x2_to_f16x2, f16_to_f32, f32_to_bf16, f32_to_f16, f32x2_to_bf16x2, f32x2_to_e4m3x2, fma,
-    max_nan, min_nan, mul_bf16x2, mul_f16x2, permute_bytes, sqrt,
+    duplicate_high, duplicate_low, max_nan, min_nan, mul_bf16x2, mul_f16x2, permute_bytes, select_bits, sqrt,
 };
 pub use device::{Allocation, Device, MemoryError};
 pub use fault::{Fault, FaultKind, Party, Report, Source};
@@ -488,11 +488,7 @@ impl<T: RawElement> RawIn<T> {
     #[track_caller]
     pub fn skip(self, elements: usize) -> Self {
         let Buffer { storage, offset, bytes } = self.buffer;
-        let skipped = elements.saturating_mul(size_of::<T>());
-        if skipped > bytes {
-            let at = Location::caller();
-            self.buffer.outside(operation(at), elements, size_of::<T>(), 0, at);
-        }
+        let skipped = elements.saturating_mul(size_of::<T>()).min(bytes);
         let buffer = Buffer { storage, offset: offset + skipped, bytes: bytes - skipped };
         RawIn { buffer, element: PhantomData }
     }
@@ -502,6 +498,13 @@ impl<T: RawElement> RawIn<T> {
     #[track_caller]
     pub fn load_v4(self, index: usize) -> [u32; 4] {
         words(self.access(index, Location::caller()).read())
+    }
+
+    /// As `load_v4`.
+    #[inline]
+    #[track_caller]
+    pub fn fetch_v4(self, index: usize) -> [u32; 4] {
+        self.load_v4(index)
     }
 
     /// Element `index`, which nobody writes during the launch.

@@ -304,6 +304,16 @@ impl<T: Copy> RawIn<T> {
         unsafe { T::load_constant(self.0.add(index)) }
     }
     #[inline(always)]
+    pub fn fetch_v4(self, index: usize) -> [u32; 4] {
+        let (a, b, c, d): (u32, u32, u32, u32);
+        // SAFETY: as above, for 16 aligned bytes.
+        unsafe {
+            asm!("ld.global.v4.b32 {{{}, {}, {}, {}}}, [{}];", out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d,
+                in(reg64) self.0.wrapping_add(index), options(pure, readonly, nostack, preserves_flags))
+        };
+        [a, b, c, d]
+    }
+    #[inline(always)]
     pub fn stream_v4(self, index: usize) -> [u32; 4] {
         let (a, b, c, d): (u32, u32, u32, u32);
         // SAFETY: as above; the data is constant while the kernel runs.
@@ -414,6 +424,12 @@ pure! {
     mul_f16x2(a: u32 as reg32, b: u32 as reg32) -> u32 as reg32 = "mul.rn.f16x2 {out}, {a}, {b};";
     permute_bytes(a: u32 as reg32, b: u32 as reg32, selector: u32 as reg32) -> u32 as reg32 =
         "prmt.b32 {out}, {a}, {b}, {selector};";
+    select_bits(mask: u32 as reg32, a: u32 as reg32, b: u32 as reg32) -> u32 as reg32 =
+        "lop3.b32 {out}, {mask}, {a}, {b}, 0xCA;";
+    duplicate_low(pair: u32 as reg32) -> u32 as reg32 =
+        "{{ .reg .b16 low, high; mov.b32 {{low, high}}, {pair}; mov.b32 {out}, {{low, low}}; }}";
+    duplicate_high(pair: u32 as reg32) -> u32 as reg32 =
+        "{{ .reg .b16 low, high; mov.b32 {{low, high}}, {pair}; mov.b32 {out}, {{high, high}}; }}";
     e4m3x2_to_f16x2(codes: u16 as reg16) -> u32 as reg32 = "cvt.rn.f16x2.e4m3x2 {out}, {codes};";
     f32x2_to_e4m3x2(low: f32 as reg32, high: f32 as reg32) -> u16 as reg16 =
         "cvt.rn.satfinite.e4m3x2.f32 {out}, {high}, {low};";
