@@ -13,6 +13,7 @@ mod layer;
 mod quant;
 mod route_prep;
 mod router;
+mod scale;
 mod silu_mul;
 mod sort;
 mod topk;
