@@ -528,7 +528,7 @@ fn diff_all_compares_every_operation() {
 
 #[test]
 fn the_emulator_takes_every_architectures_paths() {
-    for arch in ["sm_80", "sm_90", "sm_100"] {
+    for arch in ["sm_80", "sm_90", "sm_100", "sm_120"] {
         for op in ["e4m3_encode", "e4m3_decode", "e2m1_decode", "nvfp4_layer"] {
             let shape = "hidden=32,intermediate=16,experts=2,tokens=300";
             json(&megamoe(&["diff", "--op", op, "--arch", arch, "--shape", shape, "--json", "--activation", "f16"]), 0);

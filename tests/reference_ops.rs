@@ -843,7 +843,12 @@ struct Problem {
     bias: Option<Vec<f32>>,
 }
 
-const KINDS: [GemmKind; 3] = [GemmKind::Fp8, GemmKind::W8a8, GemmKind::Bf16];
+const KINDS: [GemmKind; 4] = [GemmKind::Fp8, GemmKind::W8a8, GemmKind::W8a8Native, GemmKind::Bf16];
+
+/// Whether activations are e4m3.
+fn is_w8a8(kind: GemmKind) -> bool {
+    matches!(kind, GemmKind::W8a8 | GemmKind::W8a8Native)
+}
 
 impl Problem {
     fn ones(kind: GemmKind, n: usize, k: usize, offsets: &[i32]) -> Self {
@@ -855,7 +860,7 @@ impl Problem {
             k,
             offsets: offsets.to_vec(),
             ids: None,
-            a: vec![one(kind == GemmKind::W8a8); rows * k],
+            a: vec![one(is_w8a8(kind)); rows * k],
             a_scale: vec![1.0; rows * groups],
             weights: vec![Some(vec![one(kind != GemmKind::Bf16); n * k]); experts],
             b_scale: vec![vec![1.0; n.div_ceil(128) * groups]; experts],
@@ -876,7 +881,7 @@ impl Problem {
                 (word as u16 & 0x8000) | (0x3b80 + (word >> 16) % 0x480) as u16
             }
         };
-        problem.a.fill_with(|| value(kind == GemmKind::W8a8));
+        problem.a.fill_with(|| value(is_w8a8(kind)));
         for weights in problem.weights.iter_mut().flatten() {
             weights.fill_with(|| value(kind != GemmKind::Bf16));
         }
@@ -901,7 +906,7 @@ impl Problem {
             })
             .collect::<Vec<_>>();
         let a = match self.kind {
-            GemmKind::W8a8 => Operand::E4m3 { codes: &a_codes, scales: &self.a_scale },
+            kind if is_w8a8(kind) => Operand::E4m3 { codes: &a_codes, scales: &self.a_scale },
             _ => Operand::Bf16(&self.a),
         };
         then(&GroupedGemm {
@@ -936,7 +941,7 @@ impl Problem {
         let e4m3 = |code: u16| math::from_f32(Activation::Bf16, math::e4m3(code as u8));
         let a = |k: usize| match self.kind {
             _ if id < 0 || k >= self.k => 0,
-            GemmKind::W8a8 => e4m3(self.a[id as usize * self.k + k]),
+            kind if is_w8a8(kind) => e4m3(self.a[id as usize * self.k + k]),
             _ => self.a[id as usize * self.k + k],
         };
         let b = |k: usize| match self.kind {
@@ -946,21 +951,23 @@ impl Problem {
         };
         let groups = self.k.div_ceil(128);
         let (mut outer, mut inner) = (0f32, 0u32);
+        let step = |k: [usize; 16], sum| mma::mma16(Activation::Bf16, &k.map(a), &k.map(b), sum);
         for k in (0..self.k).step_by(16) {
-            inner = mma::mma16(
-                Activation::Bf16,
-                &std::array::from_fn(|i| a(k + i)),
-                &std::array::from_fn(|i| b(k + i)),
-                inner,
-            );
+            if self.kind != GemmKind::W8a8Native {
+                inner = step(std::array::from_fn(|i| k + i), inner);
+            } else if k % 32 == 0 {
+                let first = [0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29].map(|i| k + i);
+                let product = step(first.map(|k| k + 2), step(first, 0));
+                inner = (f32::from_bits(inner) + f32::from_bits(product)).to_bits();
+            }
             if (k + 16) % fold == 0 || k + 16 >= self.k {
                 let b_scale = self.b_scale[expert][column / 128 * groups + k / 128];
                 let sum = f32::from_bits(std::mem::take(&mut inner));
                 outer = match self.kind {
                     GemmKind::Fp8 => outer + sum * b_scale,
-                    GemmKind::W8a8 if id < 0 => outer + sum * (0.0 * b_scale),
-                    GemmKind::W8a8 => outer + sum * (self.a_scale[id as usize * groups + k / 128] * b_scale),
                     GemmKind::Bf16 => sum,
+                    _ if id < 0 => outer + sum * (0.0 * b_scale),
+                    _ => outer + sum * (self.a_scale[id as usize * groups + k / 128] * b_scale),
                 };
             }
         }
@@ -988,7 +995,7 @@ fn f4_columns_off_the_tile() {
             for (r, row) in problem.a.chunks_mut(128).enumerate() {
                 let value = [1.0, 2.0, 3.0, 4.0, 5.0][r];
                 row.fill(match kind {
-                    GemmKind::W8a8 => u16::from(math::to_e4m3(value)),
+                    kind if is_w8a8(kind) => u16::from(math::to_e4m3(value)),
                     _ => math::from_f32(Activation::Bf16, value),
                 });
             }
@@ -1084,7 +1091,7 @@ fn gemm_folds_where_it_is_defined_to() {
     for kind in KINDS {
         let fold = |kind| match kind {
             GemmKind::Fp8 => 128,
-            GemmKind::W8a8 => 64,
+            GemmKind::W8a8 | GemmKind::W8a8Native => 64,
             GemmKind::Bf16 => 1 << 20,
         };
         for k in [1, 16, 40, 64, 80, 128, 200, 320, 512] {
@@ -1108,13 +1115,28 @@ fn gemm_folds_where_it_is_defined_to() {
                 }
                 if bias && kind != GemmKind::Bf16 && k == 512 {
                     let differs = other.map(|count| count > 0);
-                    assert_eq!(differs, [true, kind != GemmKind::W8a8, kind != GemmKind::Fp8], "{other:?}");
+                    assert_eq!(differs, [true, !is_w8a8(kind), kind != GemmKind::Fp8], "{other:?}");
                 }
                 let sample = problem.with(|gemm| gemm.at(&[8, 2], 61..79)).unwrap();
                 assert_eq!(sample, [out[8 * 130 + 61..][..18].to_vec(), out[2 * 130 + 61..][..18].to_vec()]);
             }
         }
     }
+}
+
+/// The instruction with e4m3 operands has an order of its own.
+#[test]
+fn native_e4m3_sums_are_other_sums() {
+    let mut problem = Problem::random(GemmKind::W8a8, 1000, 1024, &[0, 1], 3);
+    // Codes of all sizes: products that lose bits beside others.
+    let mut random = Random(4);
+    let mut code = || ((random.next() % 0x7f) | (random.next() & 0x80)) as u16;
+    problem.a.fill_with(&mut code);
+    problem.weights[0].as_mut().unwrap().fill_with(&mut code);
+    problem.bias = Some(problem.values()[0].iter().map(|y| -y).collect());
+    let chain = problem.output(1);
+    problem.kind = GemmKind::W8a8Native;
+    assert!(chain != problem.output(1));
 }
 
 /// By hand: two products of 2^-8, one after the other, are lost in a chain that holds 2^16. In a chain of their own they
@@ -1152,12 +1174,12 @@ fn gemm_special_values() {
                 assert_eq!(bits, wanted, "{kind:?} {i}");
             }
         }
-        problem.a[48] = if kind == GemmKind::W8a8 { 0xff } else { 0xff81 };
+        problem.a[48] = if is_w8a8(kind) { 0xff } else { 0xff81 };
         let out = problem.output(3);
         assert_eq!(out, [[0x4240; 9], [0x7fff; 9], [0x4240; 9]].concat());
         // The values at k >= K of the next row are not read as this row's.
         let mut problem = Problem::ones(kind, 2, 24, &[0, 2]);
-        problem.a[24..].fill(if kind == GemmKind::W8a8 { 0x7f } else { 0x7fc0 });
+        problem.a[24..].fill(if is_w8a8(kind) { 0x7f } else { 0x7fc0 });
         let nan = problem.values();
         assert!(nan[0] == [24.0; 2] && nan[1].iter().all(|y| y.is_nan()));
         // A zero result is +0, unless a bias makes it otherwise.
@@ -1185,7 +1207,7 @@ fn gemm_refuses_what_does_not_fit() {
         assert_eq!(fails(&|p| p.n = 9), "weights");
         assert_eq!(fails(&|p| p.offsets = vec![0, 1]), "expert_offsets");
         assert_eq!(fails(&|p| p.offsets = vec![0, 2, 1]), "expert_offsets");
-        assert_eq!(fails(&|p| p.a.truncate(16)), if kind == GemmKind::W8a8 { "a_scale" } else { "a" });
+        assert_eq!(fails(&|p| p.a.truncate(16)), if is_w8a8(kind) { "a_scale" } else { "a" });
         assert_eq!(fails(&|p| p.ids = Some(vec![0])), "sorted_token_ids");
         assert_eq!(fails(&|p| p.ids = Some(vec![0, 2])), "sorted_token_ids");
         assert_eq!(fails(&|p| p.bias = Some(vec![0.0; 15])), "bias");
@@ -1195,10 +1217,10 @@ fn gemm_refuses_what_does_not_fit() {
         assert_eq!(argument_of(problem.with(|gemm| gemm.run(&mut [0; 8]))), "out");
         assert_eq!(argument_of(problem.with(|gemm| gemm.run(&mut [0; 17]))), "out");
         assert_eq!(argument_of(problem.with(|gemm| gemm.at(&[0], 0..9))), "columns");
-        let other = if kind == GemmKind::W8a8 { GemmKind::Bf16 } else { GemmKind::W8a8 };
+        let other = if is_w8a8(kind) { GemmKind::Bf16 } else { GemmKind::W8a8 };
         assert_eq!(argument_of(problem.with(|gemm| GroupedGemm { kind: other, ..*gemm }.check())), "a");
         let other = if kind == GemmKind::Bf16 { GemmKind::Fp8 } else { GemmKind::Bf16 };
-        let name = if kind == GemmKind::W8a8 { "a" } else { "weights" };
+        let name = if is_w8a8(kind) { "a" } else { "weights" };
         assert_eq!(argument_of(problem.with(|gemm| GroupedGemm { kind: other, ..*gemm }.check())), name);
     }
     // Nothing to do.

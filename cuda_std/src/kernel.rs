@@ -348,6 +348,11 @@ macro_rules! kernels {
                         type $arch = $crate::arch::Sm100;
                         $crate::emu::run(launch, packed, stringify!($name), &move || ($body)($($arg),+))
                     }
+                    $crate::arch::ArchId::Sm120 => {
+                        #[allow(dead_code)]
+                        type $arch = $crate::arch::Sm120;
+                        $crate::emu::run(launch, packed, stringify!($name), &move || ($body)($($arg),+))
+                    }
                 }
             }
             $crate::kernel::Kernel {

@@ -863,7 +863,7 @@ fn downloads_name_the_first_uninitialised_byte() {
 
 #[test]
 fn each_architecture_takes_its_paths() {
-    for (arch, paths) in [(ArchId::Sm80, 0), (ArchId::Sm90, 1), (ArchId::Sm100, 3)] {
+    for (arch, paths) in [(ArchId::Sm80, 0), (ArchId::Sm90, 1), (ArchId::Sm100, 3), (ArchId::Sm120, 3)] {
         let mut memory = Memory::new();
         memory.output.fill(0);
         memory.run(case::paths, 1, 0, arch).expect("correct");

@@ -3,11 +3,13 @@
 #![allow(missing_docs)]
 
 use cuda_std::arch::ArchId;
+use cuda_std::arch::Sm120;
+use cuda_std::cvt::e4m3x2_to_f16x2;
 use cuda_std::emu::{Device, Launch};
 use cuda_std::kernel::{Family, Kernel};
 use cuda_std::kernels;
 use cuda_std::memory::{In, Out};
-use cuda_std::mma::{Bf16, F16, MmaType, m16n8k16};
+use cuda_std::mma::{Bf16, F16, MmaType, m16n8k16, m16n8k32_e4m3};
 use cuda_std::sync::converge;
 use cuda_std::thread::{lane, warp};
 use std::time::{Duration, Instant};
@@ -31,6 +33,26 @@ kernels! {
     pub mod single(a: In<u16>, b: In<u16>, c: In<f32>, d: Out<f32>);
     single_f16[32, 1] = |A| one::<F16>;
     single_bf16[32, 1] = |A| one::<Bf16>;
+}
+
+/// The same for row-major A (16 by 32) and column-major B (32 by 8) of codes.
+fn one_e4m3(a: In<u8>, b: In<u8>, c: In<f32>, d: Out<f32>) {
+    let (g, t) = (lane() as usize / 4, lane() as usize % 4);
+    let four = |x: In<u8>, at: usize| u32::from_le_bytes([0, 1, 2, 3].map(|i| x.load(at + i)));
+    let fa = [(0, 0), (8, 0), (0, 16), (8, 16)].map(|(row, k)| four(a, (g + row) * 32 + 4 * t + k));
+    let fb = [0, 16].map(|k| four(b, g * 32 + 4 * t + k));
+    let at = [0, 1, 2, 3].map(|i| (g + i / 2 * 8) * 8 + 2 * t + i % 2);
+    converge();
+    let out = m16n8k32_e4m3(fa, fb, at.map(|i| c.load(i)));
+    for i in 0..4 {
+        d.store(at[i], out[i]);
+    }
+}
+
+kernels! {
+    /// One mma.
+    pub mod single_codes(a: In<u8>, b: In<u8>, c: In<f32>, d: Out<f32>);
+    single_e4m3[32, 1] = |A| one_e4m3;
 }
 
 /// `steps` dependent mmas a warp.
@@ -228,6 +250,51 @@ fn agrees_with_the_integer_model() {
     }
     println!("normal {finite}, subnormal {subnormal}, zero {zero}, infinite {infinite}, NaN {nan}");
     assert!([finite, infinite, nan, zero, subnormal].iter().all(|&count| count > 100), "every kind of result occurs");
+}
+
+/// Two instructions with f16 operands and a rounded sum, the k of each written out; of all codes, and of sums that cancel.
+#[test]
+fn e4m3_is_two_of_f16() {
+    let device = Device::new();
+    let mut state = 5u64;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as u32
+    };
+    let first: [usize; 16] = [0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29];
+    let (mut nan, mut apart) = (0, 0);
+    for round in 0..100 {
+        let mut code = |round: u32| match round % 4 {
+            0 => next() as u8,
+            1 => 0x30 + (next() % 16) as u8 | (next() as u8 & 0x80),
+            2 => (next() % 12) as u8 | (next() as u8 & 0x80),
+            _ => 0x70 + (next() % 15) as u8 | (next() as u8 & 0x80),
+        };
+        let (a, b): (Vec<u8>, Vec<u8>) =
+            ((0..512).map(|_| code(round)).collect(), (0..256).map(|_| code(round)).collect());
+        let c: Vec<f32> =
+            (0..128).map(|_| (next() as f32 / 1e9 - 2.0) * [1.0, 300.0, 1e-3, 1e5][round as usize % 4]).collect();
+        let (da, db, dc) = (device.upload(&a), device.upload(&b), device.upload(&c));
+        let mut d = device.alloc(128 * 4);
+        let args = single_codes::Args { a: da.as_ref(), b: db.as_ref(), c: dc.as_ref(), d: d.as_mut() };
+        launch(&device, single_codes::single_e4m3, args, u64::from(round));
+        let got = d.download::<u32>().expect("every element is written");
+        for i in 0..128 {
+            let f16 = |codes: &[u8], k: usize| e4m3x2_to_f16x2::<Sm120>(u16::from(codes[k])) as u16;
+            let half = |k: [usize; 16], sum| {
+                let (a, b) = (k.map(|k| f16(&a[i / 8 * 32..], k)), k.map(|k| f16(&b[i % 8 * 32..], k)));
+                model(10, 15, &a, &b, sum)
+            };
+            let sum = f32::from_bits(half(first.map(|k| k + 2), half(first, 0)));
+            let wanted = (c[i] + sum).to_bits();
+            assert_eq!(got[i], wanted, "round {round}, output {i}");
+            nan += usize::from(f32::from_bits(wanted).is_nan());
+            // The other order, into C.
+            let ascending = |from: usize, sum| half(std::array::from_fn(|k| from + k), sum);
+            apart += usize::from(ascending(16, ascending(0, c[i].to_bits())) != wanted);
+        }
+    }
+    assert!(nan > 100 && apart > 1000, "{nan} NaN, {apart} that a chain of two would sum otherwise");
 }
 
 #[test]

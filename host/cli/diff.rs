@@ -86,6 +86,8 @@ enum ArchName {
     Sm90,
     #[value(name = "sm_100")]
     Sm100,
+    #[value(name = "sm_120")]
+    Sm120,
 }
 
 impl From<ArchName> for ArchId {
@@ -94,6 +96,7 @@ impl From<ArchName> for ArchId {
             ArchName::Sm80 => ArchId::Sm80,
             ArchName::Sm90 => ArchId::Sm90,
             ArchName::Sm100 => ArchId::Sm100,
+            ArchName::Sm120 => ArchId::Sm120,
         }
     }
 }

@@ -49,6 +49,7 @@ impl Emulator {
             ArchId::Sm80 => ((8, 0), 163 * 1024, 164 * 1024),
             ArchId::Sm90 => ((9, 0), 227 * 1024, 228 * 1024),
             ArchId::Sm100 => ((10, 0), 227 * 1024, 228 * 1024),
+            ArchId::Sm120 => ((12, 0), 99 * 1024, 100 * 1024),
         };
         Arc::new(Emulator {
             device: emu::Device::new(),

@@ -22,18 +22,22 @@ pub enum GemmKernel {
     W8a8GateUp,
     /// The same bits, tiles for down.
     W8a8Down,
+    /// As [`GemmKernel::W8a8Down`], but where the architecture has an mma with e4m3 operands (12.x) with that, whose sums are
+    /// its own: the same bits elsewhere alone.
+    W8a8Native,
     /// bf16 activations and weights.
     Bf16,
 }
 
 impl GemmKernel {
     /// All of them.
-    pub const ALL: [GemmKernel; 6] = [
+    pub const ALL: [GemmKernel; 7] = [
         GemmKernel::Fp8,
         GemmKernel::W8a8,
         GemmKernel::W8a8Pm4,
         GemmKernel::W8a8GateUp,
         GemmKernel::W8a8Down,
+        GemmKernel::W8a8Native,
         GemmKernel::Bf16,
     ];
 
@@ -45,6 +49,7 @@ impl GemmKernel {
             GemmKernel::W8a8Pm4 => "moe_w8a8_grouped_gemm_pm4",
             GemmKernel::W8a8GateUp => "moe_w8a8_grouped_gemm_e4m3_gu",
             GemmKernel::W8a8Down => "moe_w8a8_grouped_gemm_e4m3_dn",
+            GemmKernel::W8a8Native => "moe_w8a8_grouped_gemm_e4m3_native",
             GemmKernel::Bf16 => "moe_bf16_grouped_gemm",
         }
     }
@@ -227,7 +232,7 @@ impl GroupedGemm {
             (GemmKernel::W8a8, _) => of::<Dense>(gemm::w8a8_shared_bytes::<Dense>()),
             (GemmKernel::W8a8Pm4, true) => of::<Pm4>(gemm::w8a8_shared_bytes::<Pm4>()),
             (GemmKernel::W8a8GateUp, true) => of::<GateUp>(gemm::w8a8_shared_bytes::<GateUp>()),
-            (GemmKernel::W8a8Pm4 | GemmKernel::W8a8GateUp | GemmKernel::W8a8Down, _) => {
+            (GemmKernel::W8a8Pm4 | GemmKernel::W8a8GateUp | GemmKernel::W8a8Down | GemmKernel::W8a8Native, _) => {
                 of::<Down>(gemm::w8a8_shared_bytes::<Down>())
             }
             (GemmKernel::Bf16, _) => of::<gemm::Bf16>(gemm::BF16_SHARED_BYTES),
@@ -256,6 +261,8 @@ impl GroupedGemm {
     fn w8a8_kernel(&self) -> Kernel<w8a8::Family> {
         use w8a8::*;
         match (self.kernel, self.aligned()) {
+            (GemmKernel::W8a8Native, true) => moe_w8a8_grouped_gemm_e4m3_native,
+            (GemmKernel::W8a8Native, false) => moe_w8a8_grouped_gemm_e4m3_native_narrow,
             // Rows that begin anywhere have one kernel: the bits are the same.
             (_, false) => moe_w8a8_grouped_gemm_listed_narrow,
             (GemmKernel::W8a8GateUp, _) => moe_w8a8_grouped_gemm_e4m3_gu,
@@ -281,7 +288,9 @@ impl GroupedGemm {
         match self.kernel {
             GemmKernel::Fp8 => self.fp8_kernel().into(),
             GemmKernel::W8a8 => self.dense_kernel().into(),
-            GemmKernel::W8a8Pm4 | GemmKernel::W8a8GateUp | GemmKernel::W8a8Down => self.w8a8_kernel().into(),
+            GemmKernel::W8a8Pm4 | GemmKernel::W8a8GateUp | GemmKernel::W8a8Down | GemmKernel::W8a8Native => {
+                self.w8a8_kernel().into()
+            }
             GemmKernel::Bf16 => self.bf16_kernel().into(),
         }
     }

@@ -23,6 +23,10 @@ pub enum GemmKind {
     Fp8,
     /// A and weights e4m3. Each 64 k are one chain from +0: `outer = outer + inner·(a_scale·b_scale)`.
     W8a8,
+    /// As `W8a8`, but each 32 k are one mma with e4m3 operands as an H200 makes it of others: p is the chain from +0 of two
+    /// instructions of 16, the first over k 4q, 4q+1, 4q+16 and 4q+17, the second over k 4q+2, 4q+3, 4q+18 and 4q+19 (q = 0 to 3), and
+    /// `inner = inner + p`.
+    W8a8Native,
     /// A and weights bf16: one chain over K.
     Bf16,
 }
@@ -108,11 +112,13 @@ impl GroupedGemm<'_> {
 
         let a_rows = rows_of("a", self.a.len(), "k", k)?;
         match (self.kind, self.a) {
-            (GemmKind::W8a8, Operand::E4m3 { scales, .. }) => {
+            (GemmKind::W8a8 | GemmKind::W8a8Native, Operand::E4m3 { scales, .. }) => {
                 check_len("a_scale", scales.len(), a_rows * k.div_ceil(GROUP))?;
             }
             (GemmKind::Fp8 | GemmKind::Bf16, Operand::Bf16(_)) => {}
-            (GemmKind::W8a8, _) => return Err(Error::argument("a", "bf16", "e4m3 with scales")),
+            (GemmKind::W8a8 | GemmKind::W8a8Native, _) => {
+                return Err(Error::argument("a", "bf16", "e4m3 with scales"));
+            }
             _ => return Err(Error::argument("a", "e4m3", "bf16")),
         }
         match self.sorted_token_ids {
@@ -129,7 +135,7 @@ impl GroupedGemm<'_> {
         let problem = |weights: &Operand<'_>| match (self.kind, weights) {
             (_, weights) if weights.len() != elements => Some(format!("{} elements, {elements} needed", weights.len())),
             (GemmKind::Bf16, Operand::Bf16(_)) => None,
-            (GemmKind::Fp8 | GemmKind::W8a8, Operand::E4m3 { scales, .. }) => {
+            (GemmKind::Fp8 | GemmKind::W8a8 | GemmKind::W8a8Native, Operand::E4m3 { scales, .. }) => {
                 (scales.len() != scales_needed).then(|| format!("{} scales, {scales_needed} needed", scales.len()))
             }
             (GemmKind::Bf16, _) => Some("e4m3 in place of bf16".to_owned()),
@@ -176,7 +182,7 @@ impl GroupedGemm<'_> {
         if columns.start > columns.end || columns.end > self.n {
             return Err(Error::argument("columns", format!("{columns:?}"), format!("a range within 0..{}", self.n)));
         }
-        let steps = self.k.div_ceil(STEP);
+        let steps = self.steps();
         // Places in `rows`, by expert.
         let mut places_of = vec![Vec::new(); self.weights.len()];
         for (place, &row) in rows.iter().enumerate() {
@@ -195,7 +201,7 @@ impl GroupedGemm<'_> {
                 let zero = decoded(0);
                 let first = a_row(row).map(|row| row * self.k);
                 let value = |k: usize| first.filter(|_| k < self.k).map_or(zero, |first| self.a.get(first + k));
-                Some(Row::new(steps, value))
+                Some(Row::new(steps, |position| value(self.k_at(position))))
             })
             .collect::<Vec<_>>();
 
@@ -228,11 +234,28 @@ impl GroupedGemm<'_> {
         Ok(out)
     }
 
+    /// Instructions of 16 k over K.
+    fn steps(&self) -> usize {
+        match self.kind {
+            GemmKind::W8a8Native => 2 * self.k.div_ceil(2 * STEP),
+            _ => self.k.div_ceil(STEP),
+        }
+    }
+
+    /// The k of a position in the sequence of instructions.
+    fn k_at(&self, position: usize) -> usize {
+        if self.kind != GemmKind::W8a8Native {
+            return position;
+        }
+        let (group, second, i) = (position / 32, position / 16 % 2, position % 16);
+        32 * group + i / 8 * 16 + i % 8 / 2 * 4 + 2 * second + i % 2
+    }
+
     /// Weight rows first..end of an expert.
     fn tile(&self, expert: usize, first: usize, end: usize, steps: usize) -> Tile {
         let zero = decoded(0);
-        Tile::new(Activation::Bf16, steps, |lane, k| match &self.weights[expert] {
-            Some(weights) if first + lane < end && k < self.k => weights.get((first + lane) * self.k + k),
+        Tile::new(Activation::Bf16, steps, |lane, position| match (&self.weights[expert], self.k_at(position)) {
+            (Some(weights), k) if first + lane < end && k < self.k => weights.get((first + lane) * self.k + k),
             _ => zero,
         })
     }
@@ -251,13 +274,22 @@ impl GroupedGemm<'_> {
     ) -> [f32; LANES] {
         let fold = match self.kind {
             GemmKind::Fp8 => 128 / STEP,
-            GemmKind::W8a8 => 64 / STEP,
+            GemmKind::W8a8 | GemmKind::W8a8Native => 64 / STEP,
             GemmKind::Bf16 => steps,
         };
         let mut outer = [0f32; LANES];
         for start in (0..steps).step_by(fold) {
             let mut inner = [0f32; LANES];
-            mma::chain_exact(tile, row, start..steps.min(start + fold), &mut inner);
+            let these = start..steps.min(start + fold);
+            if self.kind == GemmKind::W8a8Native {
+                for first in these.step_by(2) {
+                    let mut product = [0f32; LANES];
+                    mma::chain_exact(tile, row, first..first + 2, &mut product);
+                    inner = std::array::from_fn(|lane| inner[lane] + product[lane]);
+                }
+            } else {
+                mma::chain_exact(tile, row, these, &mut inner);
+            }
             let group = start * STEP / GROUP;
             // The scale of a row of zeros has no influence.
             let a_scale = a_row.map_or(Some(1.0), |row| self.a.scale(row, group, self.k));
@@ -267,7 +299,9 @@ impl GroupedGemm<'_> {
                 let scale = match self.kind {
                     GemmKind::Bf16 => None,
                     GemmKind::Fp8 => b_scale,
-                    GemmKind::W8a8 => a_scale.zip(b_scale).map(|(a_scale, b_scale)| a_scale * b_scale),
+                    GemmKind::W8a8 | GemmKind::W8a8Native => {
+                        a_scale.zip(b_scale).map(|(a_scale, b_scale)| a_scale * b_scale)
+                    }
                 };
                 outer[lane] = scale.map_or(inner[lane], |scale| outer[lane] + inner[lane] * scale);
             }

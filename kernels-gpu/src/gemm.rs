@@ -5,12 +5,15 @@
 //!
 //! | kernel | a | weights | block scales enter |
 //! |---|---|---|---|
+//! | `moe_w8a8_grouped_gemm_e4m3_native` | e4m3 | e4m3 | the same |
 //! | `moe_fp8_grouped_gemm` | bf16 | e4m3 | every 128 k: `outer += inner · b_scale` |
 //! | `moe_w8a8_grouped_gemm`, `…_pm4`, `…_e4m3_gu`, `…_e4m3_dn` | e4m3 | e4m3 | every 64 k: `outer += inner · (a_scale · b_scale)` |
 //! | `moe_bf16_grouped_gemm` | bf16 | bf16 | never |
 //!
 //! Product and sum of a fold are two roundings. Grid, tile sizes and the order of items have no influence on the bits: the four W8A8
-//! kernels differ in nothing else. e4m3 enters the tensor cores as f16 or bf16, exactly, NaN codes included. The `_narrow` forms are
+//! kernels differ in nothing else. e4m3 enters the tensor cores as f16 or bf16, exactly, NaN codes included, but for `…_native` on
+//! architectures with [`Arch::E4M3_MMA`]: there it is one mma for 32 k, with that instruction's own sums; elsewhere it gives the bits
+//! of the other four. The `_narrow` forms are
 //! for rows whose length in bytes is no multiple of 16.
 //!
 //! The inner loop is [`Shape::multiply`], the copies are in [`tiles`], the fragments in [`operand`].
@@ -24,7 +27,7 @@ use cuda_std::memory::{In, Out};
 use cuda_std::shared::Shared;
 use cuda_std::thread::{block_idx, grid_dim};
 use cuda_std::{copy, kernels, sync};
-use operand::{Bf16Pairs, Bf16Quads, E4m3, E4m3AsBf16, Operand};
+use operand::{Bf16Pairs, Bf16Quads, E4m3, E4m3AsBf16, E4m3Native, Operand};
 use shape::{Joined, Output, Shape, Tile};
 use tiles::{Copier, Item, Problem, Ring, Source};
 
@@ -88,10 +91,12 @@ kernels! {
         /// Items that the work-list has room for.
         capacity: u32,
     );
-    moe_w8a8_grouped_gemm_pm4[Pm4::THREADS, 1] = |A| w8a8_body::<A, Pm4, true>;
-    moe_w8a8_grouped_gemm_e4m3_gu[GateUp::THREADS, 1] = |A| w8a8_body::<A, GateUp, true>;
-    moe_w8a8_grouped_gemm_e4m3_dn[Down::THREADS, 2] = |A| w8a8_body::<A, Down, true>;
-    moe_w8a8_grouped_gemm_listed_narrow[Down::THREADS, 2] = |A| w8a8_body::<A, Down, false>;
+    moe_w8a8_grouped_gemm_pm4[Pm4::THREADS, 1] = |A| w8a8_body::<A, E4m3, Pm4, true>;
+    moe_w8a8_grouped_gemm_e4m3_gu[GateUp::THREADS, 1] = |A| w8a8_body::<A, E4m3, GateUp, true>;
+    moe_w8a8_grouped_gemm_e4m3_dn[Down::THREADS, 2] = |A| w8a8_body::<A, E4m3, Down, true>;
+    moe_w8a8_grouped_gemm_listed_narrow[Down::THREADS, 2] = |A| w8a8_body::<A, E4m3, Down, false>;
+    moe_w8a8_grouped_gemm_e4m3_native[Down::THREADS, 2] = |A| w8a8_body::<A, E4m3Native, Down, true>;
+    moe_w8a8_grouped_gemm_e4m3_native_narrow[Down::THREADS, 2] = |A| w8a8_body::<A, E4m3Native, Down, false>;
 }
 
 kernels! {
@@ -311,7 +316,7 @@ impl Source for OneTile {
 
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
-fn w8a8_body<A: Arch, T: Shape, const ALIGNED: bool>(
+fn w8a8_body<A: Arch, O: Operand<Element = u8>, T: Shape, const ALIGNED: bool>(
     worklist: In<u32>,
     total: In<u32>,
     a: In<u8>,
@@ -327,11 +332,9 @@ fn w8a8_body<A: Arch, T: Shape, const ALIGNED: bool>(
     rows: u32,
     capacity: u32,
 ) {
-    let problem = Problem::<E4m3, E4m3>::new(a, a_scale, sorted_token_ids, weights, scales, n, k, a_rows);
+    let problem = Problem::<O, O>::new(a, a_scale, sorted_token_ids, weights, scales, n, k, a_rows);
     let source = Listed { worklist, total: total.load(0).min(capacity), rows };
-    run::<A, E4m3, E4m3, T, _, 64, ALIGNED>(problem, source, |sums, item| {
-        T::store(sums, Output { bias, out, n }, item)
-    });
+    run::<A, O, O, T, _, 64, ALIGNED>(problem, source, |sums, item| T::store(sums, Output { bias, out, n }, item));
 }
 
 #[allow(clippy::too_many_arguments)]

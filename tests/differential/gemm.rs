@@ -1,6 +1,7 @@
 //! The grouped GEMMs against the reference, and against each other.
 
-use crate::common::{any_emulator, gpu, is_emulated, scale};
+use crate::common::{any_emulator, emulator, gpu, is_emulated, scale};
+use cuda_std::arch::ArchId;
 use megamoe::device::{Buffer, DeviceHandle};
 use megamoe::diff::Random;
 use megamoe::ops::ExpertTable;
@@ -10,7 +11,8 @@ use megamoe::{Error, Gating};
 use std::sync::Arc;
 
 /// The kernels that must all give the bits of W8A8.
-const W8A8: [GemmKernel; 4] = [GemmKernel::W8a8, GemmKernel::W8a8Pm4, GemmKernel::W8a8GateUp, GemmKernel::W8a8Down];
+const W8A8: [GemmKernel; 5] =
+    [GemmKernel::W8a8, GemmKernel::W8a8Pm4, GemmKernel::W8a8GateUp, GemmKernel::W8a8Down, GemmKernel::W8a8Native];
 
 /// What lies in an output before a launch, and must stay where nothing is written.
 const UNTOUCHED: u16 = 0x5A5A;
@@ -99,9 +101,12 @@ impl Problem {
 
     fn reference(&self, kernel: GemmKernel) -> Vec<u16> {
         let mut out = vec![UNTOUCHED; self.rows * self.n];
-        let bf16 = kernel == GemmKernel::Bf16;
-        let weights: Vec<_> = self
-            .experts
+        self.gemm(kernel, &self.operands(kernel == GemmKernel::Bf16)).run(&mut out).unwrap();
+        out
+    }
+
+    fn operands(&self, bf16: bool) -> Vec<Option<Operand<'_>>> {
+        self.experts
             .iter()
             .map(|expert| {
                 expert.as_ref().map(|(codes, values, scales)| match bf16 {
@@ -109,9 +114,7 @@ impl Problem {
                     false => Operand::E4m3 { codes, scales },
                 })
             })
-            .collect();
-        self.gemm(kernel, &weights).run(&mut out).unwrap();
-        out
+            .collect()
     }
 
     fn gemm<'a>(&'a self, kernel: GemmKernel, weights: &'a [Option<Operand<'a>>]) -> reference::GroupedGemm<'a> {
@@ -301,6 +304,40 @@ fn w8a8_kernels_agree() {
             assert_rows(kernel.name(), n, out, &all[0]);
         }
     }
+}
+
+/// `…_native` sums as the instruction does where there is one, here as an H200 makes it of others; elsewhere it is the other
+/// kernels' chain.
+#[test]
+fn native_e4m3_on_architectures_that_have_it() {
+    let kernel = GemmKernel::W8a8Native;
+    let mut apart = 0;
+    for (seed, (counts, n, k)) in
+        [(vec![1, 0, 17], 96, 64), (vec![3, 130], 65, 400), (vec![40], 136, 20), (vec![9, 9], 128, 330)]
+            .into_iter()
+            .enumerate()
+    {
+        let problem = Problem::random(&counts, n, k, 50 + seed as u64).gathered(2);
+        // What is left where the sums cancel shows more of their order than bf16 does.
+        let chain = problem.reference(kernel);
+        let mut problem = problem.with_bias(3);
+        if let Some(bias) = &mut problem.bias {
+            for (bias, &bits) in bias.iter_mut().zip(&chain[..n]) {
+                *bias = -half::bf16::from_bits(bits).to_f32();
+            }
+        }
+        let chain = problem.reference(kernel);
+        let mut native = vec![UNTOUCHED; problem.rows * n];
+        let weights: Vec<_> = problem.operands(false);
+        let gemm = reference::GroupedGemm { kind: GemmKind::W8a8Native, ..problem.gemm(kernel, &weights) };
+        gemm.run(&mut native).unwrap();
+        apart += chain.iter().zip(&native).filter(|(chain, native)| chain != native).count();
+        for (arch, wanted) in [(ArchId::Sm120, &native), (ArchId::Sm100, &chain), (ArchId::Sm80, &chain)] {
+            let got = problem.run(&emulator(arch, 2, seed as u64), kernel);
+            assert_rows(&format!("{counts:?}, n {n}, k {k}, {arch:?}"), n, &got, wanted);
+        }
+    }
+    assert!(apart > 20, "{apart} outputs tell the two orders apart");
 }
 
 /// Neither other rows nor the order of an expert's rows have an influence.

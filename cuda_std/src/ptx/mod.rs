@@ -475,14 +475,14 @@ pub fn e2m1x2_to_f16x2(codes: u8) -> u32 {
 }
 
 macro_rules! mma {
-    ($($name:ident, $ty:literal;)+) => {$(
+    ($($name:ident, $shape:literal, $ty:literal;)+) => {$(
         #[inline(always)]
         pub fn $name(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
             let [mut d0, mut d1, mut d2, mut d3] = c;
             // SAFETY: register to register over all lanes; the kernel's guard keeps them together.
             unsafe {
                 asm!(
-                    concat!("mma.sync.aligned.m16n8k16.row.col.f32.", $ty, ".", $ty,
+                    concat!("mma.sync.aligned.", $shape, ".row.col.f32.", $ty, ".", $ty,
                         ".f32 {{{0}, {1}, {2}, {3}}}, {{{4}, {5}, {6}, {7}}}, {{{8}, {9}}}, {{{0}, {1}, {2}, {3}}};"),
                     inout(reg32) d0, inout(reg32) d1, inout(reg32) d2, inout(reg32) d3,
                     in(reg32) a[0], in(reg32) a[1], in(reg32) a[2], in(reg32) a[3],
@@ -494,6 +494,7 @@ macro_rules! mma {
     )+};
 }
 mma! {
-    mma_m16n8k16_bf16, "bf16";
-    mma_m16n8k16_f16, "f16";
+    mma_m16n8k16_bf16, "m16n8k16", "bf16";
+    mma_m16n8k16_f16, "m16n8k16", "f16";
+    mma_m16n8k32_e4m3, "m16n8k32", "e4m3";
 }

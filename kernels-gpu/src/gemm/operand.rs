@@ -32,6 +32,11 @@ pub trait Operand: Copy + Send + Sync + 'static {
     fn columns16<A: Arch>(stage: u32, row: u32, half: u32) -> [[[u32; 2]; 2]; 2];
     /// The bits of an element, zero-extended.
     fn bits(value: Self::Element) -> u32;
+    /// Whether fragments are codes of 32 k, for an mma that takes e4m3: the first of each pair holds them, the second nothing.
+    #[inline(always)]
+    fn as_codes<A: Arch>() -> bool {
+        false
+    }
 }
 
 /// Pieces of 16 bytes of a row.
@@ -60,6 +65,9 @@ fn ldmatrix(byte: u32) -> [u32; 4] {
 /// e4m3 that enters as f16: exact, NaN codes included.
 #[derive(Clone, Copy, Debug)]
 pub struct E4m3;
+/// e4m3 that enters as it is where the architecture has such an mma, elsewhere as [`E4m3`].
+#[derive(Clone, Copy, Debug)]
+pub struct E4m3Native;
 /// e4m3 that enters as bf16: exact, NaN codes included.
 #[derive(Clone, Copy, Debug)]
 pub struct E4m3AsBf16;
@@ -110,6 +118,41 @@ impl Operand for E4m3 {
     #[inline(always)]
     fn bits(value: u8) -> u32 {
         value as u32
+    }
+}
+
+impl Operand for E4m3Native {
+    type Element = u8;
+    type Mma = F16;
+    const ROW_BYTES: u32 = STAGE_K;
+    #[inline(always)]
+    fn swizzle(row: u32) -> u32 {
+        E4m3::swizzle(row)
+    }
+    #[inline(always)]
+    fn rows16<A: Arch>(stage: u32, row: u32, half: u32) -> [[u32; 4]; 2] {
+        if A::E4M3_MMA {
+            [ldmatrix(rows_first::<Self>(stage, row, 2 * half)), [0; 4]]
+        } else {
+            E4m3::rows16::<A>(stage, row, half)
+        }
+    }
+    #[inline(always)]
+    fn columns16<A: Arch>(stage: u32, row: u32, half: u32) -> [[[u32; 2]; 2]; 2] {
+        if A::E4M3_MMA {
+            let codes = ldmatrix(pieces_first::<Self>(stage, row, 2 * half));
+            [[[codes[0], codes[1]], [codes[2], codes[3]]], [[0; 2]; 2]]
+        } else {
+            E4m3::columns16::<A>(stage, row, half)
+        }
+    }
+    #[inline(always)]
+    fn bits(value: u8) -> u32 {
+        value as u32
+    }
+    #[inline(always)]
+    fn as_codes<A: Arch>() -> bool {
+        A::E4M3_MMA
     }
 }
 

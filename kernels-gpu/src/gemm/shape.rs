@@ -77,8 +77,8 @@ pub trait Shape: Copy + Send + Sync + 'static {
     const ZERO: Self::Sums;
     /// Product and column of the item behind a row of the right operand.
     fn column(row: u32) -> (u32, u32);
-    /// Adds half `half` of a stage whose operands lie at bytes `left` and `right`: for each 16 k ascending, every 16-row tile of the
-    /// warp times every 8-column tile.
+    /// Adds half `half` of a stage whose operands lie at bytes `left` and `right`: for each 16 k ascending (32 where operands enter as
+    /// codes), every 16-row tile of the warp times every 8-column tile.
     fn multiply<A: Arch, L: Operand, R: Operand>(left: u32, right: u32, half: u32, sums: Self::Sums) -> Self::Sums;
     /// `outer + inner · s`, where s is the scale of the weights, one for each product behind the row scales, times the row's own if
     /// those count.
@@ -127,6 +127,8 @@ impl<const WM: u32, const WN: u32, const TM: usize, const TN: usize, const STAGE
     fn multiply<A: Arch, L: Operand, R: Operand>(left: u32, right: u32, half: u32, mut sums: Self::Sums) -> Self::Sums {
         let (row, column) = Self::origin();
         sync::converge();
+        let codes = L::as_codes::<A>() && R::as_codes::<A>();
+        let multiply = |a, b, c| if codes { mma::m16n8k32_e4m3(a, b, c) } else { mma::m16n8k16::<L::Mma>(a, b, c) };
         let mut columns = [[[[0; 2]; 2]; 2]; TN];
         let mut j = 0;
         while j < TN {
@@ -140,15 +142,15 @@ impl<const WM: u32, const WN: u32, const TM: usize, const TN: usize, const STAGE
             let upper = L::rows16::<A>(left, row + i as u32 * 16, half);
             let lower = if both { L::rows16::<A>(left, row + i as u32 * 16 + 16, half) } else { upper };
             let mut group = 0;
-            while group < 2 {
+            while group < if codes { 1 } else { 2 } {
                 let mut j = 0;
                 while j < TN {
                     let [first, second] = columns[j][group];
-                    sums[i][j][0] = mma::m16n8k16::<L::Mma>(upper[group], first, sums[i][j][0]);
-                    sums[i][j][1] = mma::m16n8k16::<L::Mma>(upper[group], second, sums[i][j][1]);
+                    sums[i][j][0] = multiply(upper[group], first, sums[i][j][0]);
+                    sums[i][j][1] = multiply(upper[group], second, sums[i][j][1]);
                     if both {
-                        sums[i + 1][j][0] = mma::m16n8k16::<L::Mma>(lower[group], first, sums[i + 1][j][0]);
-                        sums[i + 1][j][1] = mma::m16n8k16::<L::Mma>(lower[group], second, sums[i + 1][j][1]);
+                        sums[i + 1][j][0] = multiply(lower[group], first, sums[i + 1][j][0]);
+                        sums[i + 1][j][1] = multiply(lower[group], second, sums[i + 1][j][1]);
                     }
                     j += 1;
                 }
