@@ -32,6 +32,15 @@ pub enum GroupedTiles {
 impl GroupedTiles {
     /// All of them.
     pub const ALL: [GroupedTiles; 3] = [GroupedTiles::Same, GroupedTiles::Own, GroupedTiles::Fused];
+
+    /// Its name in small letters.
+    pub const fn name(self) -> &'static str {
+        match self {
+            GroupedTiles::Same => "same",
+            GroupedTiles::Own => "own",
+            GroupedTiles::Fused => "fused",
+        }
+    }
 }
 
 /// From so many pairs on fused gate and up run two blocks a multiprocessor.
@@ -65,7 +74,7 @@ pub struct GroupedInputs<'a> {
 
 /// One of the three matrices of all experts, on a device.
 #[derive(Debug)]
-enum Matrices {
+pub(crate) enum Matrices {
     Bf16(ExpertTable<u16>),
     Fp8 { codes: ExpertTable<u8>, scales: ExpertTable<f32> },
 }
@@ -206,6 +215,18 @@ impl GroupedLayer {
             biases,
             silu: SiluMul::new(device, options.gating)?,
         };
+        Ok(GroupedLayer { shape, options, weights: Arc::new(weights) })
+    }
+
+    /// A layer of gate, up and down that are on `device` already, in the format and of the sizes that options and shape ask for.
+    pub(crate) fn from_matrices(
+        device: &DeviceHandle,
+        shape: LayerShape,
+        options: GroupedOptions,
+        [gate, up, down]: [Matrices; 3],
+    ) -> Result<Self> {
+        let silu = SiluMul::new(device, options.gating)?;
+        let weights = LayerWeights { device: device.clone(), gate, up, down, biases: None, silu };
         Ok(GroupedLayer { shape, options, weights: Arc::new(weights) })
     }
 

@@ -587,12 +587,18 @@ fn no_cases_and_lists_as_json_are_refused() {
 }
 
 #[test]
-fn options_of_the_router_table_are_checked() {
-    for (option, value, name) in
-        [("--tokens", "8,0", "`tokens` is 0"), ("--operations", "topk", "`operations` is topk")]
-    {
-        let output = megamoe(&["bench", "router", option, value]);
-        assert_eq!(output.status.code(), Some(2));
+fn options_of_tables_are_checked() {
+    for (table, option, value, name) in [
+        ("router", "--tokens", "8,0", "`tokens` is 0"),
+        ("router", "--operations", "topk", "`operations` is topk"),
+        ("grouped", "--tokens", "0", "`tokens` is 0"),
+        ("grouped", "--shapes", "qwen", "`shapes` is qwen"),
+        ("grouped", "--arithmetics", "w4a16", "`arithmetics` is w4a16"),
+        ("gemm", "--kernels", "moe_w8a8_gateup_silu_e4m3", "moe_w8a8_gateup_silu_e4m3_w2"),
+        ("ops", "--experts", "7", "`experts` is 7"),
+    ] {
+        let output = megamoe(&["bench", table, option, value]);
+        assert_eq!(output.status.code(), Some(2), "{table} {option} {value}");
         assert!(stderr(&output).contains(name), "{}", stderr(&output));
     }
 }

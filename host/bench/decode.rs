@@ -107,16 +107,17 @@ pub fn read_floor(gpu: &Arc<Gpu>) -> Result<Vec<ReadRow>> {
 }
 
 /// One call's inputs.
-struct Batch {
-    x: Buffer<u16>,
-    topk_ids: Buffer<i32>,
-    topk_weights: Buffer<f32>,
-    experts: usize,
+pub(super) struct Batch {
+    pub(super) x: Buffer<u16>,
+    pub(super) topk_ids: Buffer<i32>,
+    pub(super) topk_weights: Buffer<f32>,
+    /// Distinct experts.
+    pub(super) experts: usize,
 }
 
 impl Batch {
     /// Normal-looking hidden states, `top_k` distinct experts a token, weights 1 / top_k.
-    fn draw(device: &DeviceHandle, shape: &LayerShape, tokens: usize, random: &mut Random) -> Result<Self> {
+    pub(super) fn draw(device: &DeviceHandle, shape: &LayerShape, tokens: usize, random: &mut Random) -> Result<Self> {
         let x: Vec<u16> = (0..tokens * shape.hidden)
             .map(|_| {
                 let sum: f32 = (0..4).map(|_| random.in_range(-1.0, 1.0)).sum();

@@ -5,7 +5,7 @@ use crate::device::{Buffer, DeviceHandle, Gpu, Grid, launch};
 use crate::diff::Random;
 use crate::error::Result;
 use crate::ops::ExpertTable;
-use crate::ops::gemm::{Activations, GemmArgs, GemmKernel, GroupedGemm, Tiles, Weights};
+use crate::ops::gemm::{Activations, GateUpSilu, GateUpSiluArgs, GemmArgs, GemmKernel, GroupedGemm, Tiles, Weights};
 use kernels_gpu::bandwidth;
 use serde::Serialize;
 use std::sync::Arc;
@@ -34,6 +34,40 @@ pub const GEMM_SHAPES: [GemmShape; 5] = [
     GemmShape { name: "dsv3_full", hidden: 7168, intermediate: 2048, experts: 256, top_k: 8 },
 ];
 
+/// A kernel of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TimedGemm {
+    /// One product.
+    Product(GemmKernel),
+    /// Gate, up, activation and quantiser, by the blocks of a multiprocessor.
+    GateUpSilu {
+        /// Two, not one.
+        two_blocks: bool,
+    },
+}
+
+impl TimedGemm {
+    /// All of them.
+    pub fn all() -> Vec<TimedGemm> {
+        let fused = [false, true].map(|two_blocks| TimedGemm::GateUpSilu { two_blocks });
+        GemmKernel::ALL.into_iter().map(TimedGemm::Product).chain(fused).collect()
+    }
+
+    /// Its kernel's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            TimedGemm::Product(kernel) => kernel.name(),
+            TimedGemm::GateUpSilu { two_blocks: false } => "moe_w8a8_gateup_silu_e4m3_w1",
+            TimedGemm::GateUpSilu { two_blocks: true } => "moe_w8a8_gateup_silu_e4m3_w2",
+        }
+    }
+
+    /// Rows of the table for each number of tokens.
+    pub const fn projections(self) -> usize {
+        if matches!(self, TimedGemm::Product(_)) { 2 } else { 1 }
+    }
+}
+
 /// What to measure.
 #[derive(Clone, Debug)]
 pub struct GemmOptions {
@@ -42,7 +76,7 @@ pub struct GemmOptions {
     /// Numbers of tokens.
     pub tokens: Vec<usize>,
     /// Kernels.
-    pub kernels: Vec<GemmKernel>,
+    pub kernels: Vec<TimedGemm>,
     /// All tokens choose experts from the first `top_k` alone.
     pub crowded: bool,
 }
@@ -56,7 +90,8 @@ pub struct GemmRow {
     pub tokens: usize,
     /// Kernel.
     pub kernel: &'static str,
-    /// "gate" (k = hidden, n = intermediate, gathered rows) or "down" (k = intermediate, n = hidden).
+    /// "gate" (k = hidden, n = intermediate, gathered rows), "down" (k = intermediate, n = hidden), or "gate+up" for both of the first
+    /// kind with what joins them.
     pub projection: &'static str,
     /// Microseconds of one launch.
     pub microseconds: f32,
@@ -107,7 +142,13 @@ pub fn gemm(gpu: &Arc<Gpu>, options: &GemmOptions, mut report: impl FnMut(&GemmR
         // One copy of the weights: larger than the L2 at any real size.
         let codes = Arc::new(noise::<u8>(&device, experts * matrix, 1, bandwidth::E4M3_SCALES)?);
         let codes = ExpertTable::split("weights", codes, experts)?;
-        let wide = if options.kernels.contains(&GemmKernel::Bf16) { experts * matrix } else { experts };
+        let has = |wanted: fn(&TimedGemm) -> bool| options.kernels.iter().any(wanted);
+        let fused = has(|kernel| matches!(kernel, TimedGemm::GateUpSilu { .. }));
+        let ups = if fused { experts * matrix } else { experts };
+        let ups = Arc::new(noise::<u8>(&device, ups, 5, bandwidth::E4M3_SCALES)?);
+        let ups = ExpertTable::split("up", ups, experts)?;
+        let wide =
+            if has(|kernel| *kernel == TimedGemm::Product(GemmKernel::Bf16)) { experts * matrix } else { experts };
         let wide =
             ExpertTable::split("weights", Arc::new(noise::<u16>(&device, wide, 2, bandwidth::E4M3_SCALES)?), experts)?;
         let scale_blocks = hidden.div_ceil(128) * intermediate.div_ceil(128);
@@ -142,16 +183,61 @@ pub fn gemm(gpu: &Arc<Gpu>, options: &GemmOptions, mut report: impl FnMut(&GemmR
                 let a16 = noise::<u16>(&device, a_rows * k, 4, bandwidth::E4M3_SCALES)?;
                 let a_scales = Buffer::from_slice(&device, &vec![1.0f32 / 64.0; a_rows * k.div_ceil(128)])?;
                 let out = Buffer::<u16>::new(&device, pairs * n)?;
-                for &kernel in &options.kernels {
-                    let op = GroupedGemm::new(&device, kernel, experts, n, k)?;
-                    let list = items(&counts, op.m_tile() as usize, op.n_tiles() as usize);
+                let mut done = |kernel: TimedGemm, projection, products: usize, microseconds: f32| {
+                    let tflops = 2.0 * (products * pairs * n * k) as f32 / microseconds / 1e6;
+                    let name = kernel.name();
+                    let row = GemmRow {
+                        shape: shape.name,
+                        tokens,
+                        kernel: name,
+                        projection,
+                        microseconds,
+                        tflops,
+                        share: tflops / rate,
+                    };
+                    report(&row);
+                    rows.push(row);
+                };
+                // Padded to the list's capacity.
+                let listed = |m_tile: u32, n_tiles: u32| -> Result<(Buffer<u32>, Buffer<u32>)> {
+                    let (m_tile, n_tiles) = (m_tile as usize, n_tiles as usize);
+                    let mut list = items(&counts, m_tile, n_tiles);
                     let total = Buffer::from_slice(&device, &[list.len() as u32 / 4])?;
-                    let mut list = list;
-                    list.resize(
-                        4 * (pairs.div_ceil(op.m_tile() as usize) + experts.min(pairs)) * op.n_tiles() as usize,
-                        0,
-                    );
-                    let worklist = Buffer::from_slice(&device, &list)?;
+                    list.resize(4 * (pairs.div_ceil(m_tile) + experts.min(pairs)) * n_tiles, 0);
+                    Ok((Buffer::from_slice(&device, &list)?, total))
+                };
+                for &timed in &options.kernels {
+                    let kernel = match timed {
+                        TimedGemm::Product(kernel) => kernel,
+                        TimedGemm::GateUpSilu { .. } if projection == "down" => continue,
+                        TimedGemm::GateUpSilu { two_blocks } => {
+                            let op = GateUpSilu::new(&device, two_blocks, experts, n, k)?;
+                            let (worklist, total) = listed(op.m_tile(), op.n_tiles())?;
+                            let out = Buffer::<u8>::new(&device, pairs * n)?;
+                            let out_scale = Buffer::<f32>::new(&device, pairs * n.div_ceil(128))?;
+                            let args = GateUpSiluArgs {
+                                worklist: &worklist,
+                                total: &total,
+                                a: &a8,
+                                a_scale: &a_scales,
+                                a_rows,
+                                sorted_token_ids: Some(&ids),
+                                gate: &codes,
+                                gate_scale: &scales,
+                                up: &ups,
+                                up_scale: &scales,
+                                limit: None,
+                                out: &out,
+                                out_scale: &out_scale,
+                                rows: pairs,
+                            };
+                            let microseconds = time(gpu, 2, || (0..2).try_for_each(|_| op.launch(args)))?;
+                            done(timed, "gate+up", 2, microseconds);
+                            continue;
+                        }
+                    };
+                    let op = GroupedGemm::new(&device, kernel, experts, n, k)?;
+                    let (worklist, total) = listed(op.m_tile(), op.n_tiles())?;
                     let args = GemmArgs {
                         tiles: match kernel {
                             GemmKernel::W8a8 => Tiles::Dense {
@@ -176,18 +262,7 @@ pub fn gemm(gpu: &Arc<Gpu>, options: &GemmOptions, mut report: impl FnMut(&GemmR
                         rows: pairs,
                     };
                     let microseconds = time(gpu, 2, || (0..2).try_for_each(|_| op.launch(args)))?;
-                    let tflops = 2.0 * (pairs * n * k) as f32 / microseconds / 1e6;
-                    let row = GemmRow {
-                        shape: shape.name,
-                        tokens,
-                        kernel: kernel.name(),
-                        projection,
-                        microseconds,
-                        tflops,
-                        share: tflops / rate,
-                    };
-                    report(&row);
-                    rows.push(row);
+                    done(timed, projection, 1, microseconds);
                 }
             }
         }

@@ -7,13 +7,18 @@
 
 mod decode;
 mod gemm;
+mod grouped;
 mod ops;
 mod recorded;
 mod router;
 mod timing;
 
 pub use decode::{DecodeOptions, DecodeRow, ReadRow, StageTimes, decode, read_floor};
-pub use gemm::{GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, gemm, multiply_rate};
+pub use gemm::{GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, TimedGemm, gemm, multiply_rate};
+pub use grouped::{GroupedBenchOptions, GroupedRow, grouped};
 pub use ops::{OpsOptions, OpsRow, ops};
-pub use recorded::{BenchShape, RECORDED_READ, RECORDED_TOPK, ROUTER_TOKENS, Recorded, RecordedTopK, SHAPES, TOKENS};
+pub use recorded::{
+    BenchShape, GROUPED_TOKENS, RECORDED_GROUPED, RECORDED_READ, RECORDED_TOPK, ROUTER_TOKENS, Recorded,
+    RecordedGrouped, RecordedTopK, SHAPES, TOKENS,
+};
 pub use router::{RouterOperation, RouterOptions, RouterRow, router};

@@ -7,7 +7,7 @@ use crate::diff::Random;
 use crate::error::Result;
 use crate::ops::silu_mul::{GateUp, Quantised, SiluMul};
 use crate::ops::sort::{SortInputs, SortOutputs, SortPlan};
-use crate::ops::unpermute::Routed;
+use crate::ops::unpermute::{Rounding, Routed, SharedExpert, SharedGate};
 use crate::ops::worklist::{self, Items, WorklistInputs};
 use crate::ops::{Rows, quant, unpermute};
 use crate::types::Gating;
@@ -228,11 +228,12 @@ impl Bench<'_> {
         Ok([sort, self.row("tile_worklist", experts, tokens, us, bytes)?])
     }
 
-    fn unpermute(&self, tokens: usize, output: usize) -> Result<OpsRow> {
+    /// The way back to tokens: alone, the shared expert's part alone, and both in one pass with two roundings and with one.
+    fn unpermute(&self, tokens: usize, output: usize) -> Result<[OpsRow; 4]> {
         let device = &self.device;
-        let pairs = tokens * TOP_K;
-        let bytes = (pairs + tokens) * output * 2 + pairs * 8;
-        let sets = Self::sets(bytes);
+        let (pairs, width) = (tokens * TOP_K, output * 2);
+        let reduced = (pairs + tokens) * width + pairs * 8;
+        let sets = Self::sets(reduced);
         let mut random = Random(1);
         let mut rows: Vec<i32> = (0..pairs as i32).collect();
         for i in (1..pairs).rev() {
@@ -241,6 +242,7 @@ impl Bench<'_> {
         let token_to_perm = Buffer::from_slice(device, &rows)?;
         let weights = Buffer::from_slice(device, &vec![1.0 / TOP_K as f32; pairs])?;
         let expert_offsets = Buffer::from_slice(device, &[0, pairs as i32])?;
+        let gate_w = Buffer::from_slice(device, &vec![0x3C00u16; output])?;
         let buffers = (0..sets)
             .map(|set| {
                 Ok((
@@ -250,22 +252,49 @@ impl Bench<'_> {
             })
             .collect::<Result<Vec<_>>>()?;
         unpermute::prepare(device)?;
-        let us = self.time(|call| {
+        let routed = |y| Routed {
+            tokens,
+            top_k: TOP_K,
+            experts: 1,
+            output,
+            y,
+            token_to_perm: &token_to_perm,
+            weights: &weights,
+            expert_offsets: &expert_offsets,
+        };
+        // Rows of x, of the shared expert and of a routed sum.
+        let rows_of = |call| {
+            let len = tokens * output;
+            self.values.view::<u16>(self.offset(call, len) * 2, len)
+        };
+        let reduce = self.time(|call| {
             let (y, out) = &buffers[call % sets];
-            let routed = Routed {
-                tokens,
-                top_k: TOP_K,
-                experts: 1,
-                output,
-                y,
-                token_to_perm: &token_to_perm,
-                weights: &weights,
-                expert_offsets: &expert_offsets,
-            };
-            unpermute::reduce(device, routed, out)
+            unpermute::reduce(device, routed(y), out)
         })?;
+        let with_shared = |call: usize, then: &dyn Fn(SharedExpert<'_>, &Buffer<u16>) -> Result<()>| {
+            let (x, shared) = (rows_of(3 * call), rows_of(3 * call + 1));
+            let gate = Some(SharedGate { x: &x, gate_w: &gate_w, hidden: output });
+            then(SharedExpert { shared: &shared, gate }, &rows_of(3 * call + 2))
+        };
+        let blend = self.time(|call| {
+            let out = &buffers[call % sets].1;
+            with_shared(call, &|shared, sum| unpermute::blend(device, tokens, output, sum, shared, out))
+        })?;
+        let both = |rounding| {
+            self.time(|call| {
+                let (y, out) = &buffers[call % sets];
+                with_shared(call, &|shared, _| unpermute::reduce_blend(device, rounding, routed(y), shared, out))
+            })
+        };
+        let (twice, once) = (both(Rounding::Twice)?, both(Rounding::Once)?);
         drop(buffers);
-        self.row("unpermute_reduce", output, tokens, us, bytes)
+        let joined = reduced + (2 * tokens + 1) * width;
+        Ok([
+            self.row("unpermute_reduce", output, tokens, reduce, reduced)?,
+            self.row("blend", output, tokens, blend, (4 * tokens + 1) * width)?,
+            self.row("unpermute_blend", output, tokens, twice, joined)?,
+            self.row("weighted_sum_blend", output, tokens, once, joined)?,
+        ])
     }
 }
 
@@ -275,7 +304,7 @@ pub fn ops(gpu: &Arc<Gpu>, options: &OpsOptions, mut report: impl FnMut(&OpsRow)
     let most = |sizes: &[usize]| sizes.iter().copied().max().unwrap_or(1);
     let tokens = most(&options.tokens);
     let widest = (2 * TOP_K * most(&options.intermediate)).max(most(&options.hidden));
-    let moved = (tokens * (TOP_K + 1) * most(&options.hidden) * 2).max(tokens * widest * 4);
+    let moved = (tokens * (TOP_K + 3) * most(&options.hidden) * 2 + 2 * most(&options.hidden)).max(tokens * widest * 4);
     let len = (tokens * widest).max(moved.div_ceil(4)).max(ROTATION / 2) + bandwidth::BLOCK_BYTES;
     let mut random = Random(1);
     let mut values: Vec<u16> = (0..1 << 20)
@@ -308,7 +337,7 @@ pub fn ops(gpu: &Arc<Gpu>, options: &OpsOptions, mut report: impl FnMut(&OpsRow)
     }
     for &hidden in &options.hidden {
         for &tokens in &options.tokens {
-            done(bench.unpermute(tokens, hidden)?, &mut rows);
+            bench.unpermute(tokens, hidden)?.into_iter().for_each(|row| done(row, &mut rows));
         }
     }
     Ok(rows)

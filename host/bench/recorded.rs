@@ -164,6 +164,71 @@ pub const SHAPES: [BenchShape; 7] = [
     },
 ];
 
+/// Numbers of tokens in the table of layers with FP8 and BF16 experts.
+pub const GROUPED_TOKENS: [usize; 11] = [1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192];
+
+/// Recorded microseconds of a layer with FP8 or BF16 experts: up to 128 tokens vLLM's Triton kernels, beyond the fastest with the same
+/// weights.
+#[derive(Clone, Copy, Debug)]
+pub struct RecordedGrouped {
+    /// Name of the layer, as in [`SHAPES`].
+    pub shape: &'static str,
+    /// "fp8" (e4m3 weights with 128x128 blocks) or "bf16".
+    pub weights: &'static str,
+    /// For each of [`GROUPED_TOKENS`].
+    pub microseconds: [f32; 11],
+    /// What was fastest at 512, 2048 and 8192 tokens.
+    pub fastest: [&'static str; 3],
+}
+
+/// All of them.
+pub const RECORDED_GROUPED: [RecordedGrouped; 6] = [
+    RecordedGrouped {
+        shape: "qwen3_30b",
+        weights: "fp8",
+        microseconds: [28.0, 35.9, 51.8, 83.4, 121.5, 152.2, 168.5, 176.7, 225.0, 419.0, 1065.0],
+        fastest: ["Triton", "DeepGEMM", "DeepGEMM"],
+    },
+    RecordedGrouped {
+        shape: "qwen3_30b",
+        weights: "bf16",
+        microseconds: [30.7, 46.8, 77.4, 133.6, 209.4, 264.5, 301.4, 304.9, 336.0, 502.0, 1457.0],
+        fastest: ["Triton"; 3],
+    },
+    RecordedGrouped {
+        shape: "qwen3_235b",
+        weights: "fp8",
+        microseconds: [54.4, 97.9, 149.8, 248.6, 394.8, 507.5, 578.7, 598.7, 725.0, 1282.0, 3315.0],
+        fastest: ["Triton", "DeepGEMM", "DeepGEMM"],
+    },
+    RecordedGrouped {
+        shape: "qwen3_235b",
+        weights: "bf16",
+        microseconds: [85.5, 149.0, 267.5, 461.2, 742.9, 962.2, 1101.7, 1131.7, 1220.0, 2037.0, 5400.0],
+        fastest: ["Triton", "Triton", "torch"],
+    },
+    RecordedGrouped {
+        shape: "dsv3_tp8",
+        weights: "fp8",
+        microseconds: [42.9, 49.7, 66.6, 103.5, 168.8, 295.8, 334.3, 384.8, 521.0, 823.0, 1823.0],
+        fastest: ["Triton", "Triton", "DeepGEMM"],
+    },
+    RecordedGrouped {
+        shape: "dsv3_tp8",
+        weights: "bf16",
+        microseconds: [46.1, 59.8, 97.0, 166.4, 285.8, 437.3, 649.8, 681.0, 761.0, 1006.0, 2396.0],
+        fastest: ["Triton"; 3],
+    },
+];
+
+/// Recorded microseconds of a layer with such weights, and of what.
+pub(super) fn recorded_grouped(shape: &str, weights: &str, tokens: usize) -> Option<(f32, &'static str)> {
+    let column = GROUPED_TOKENS.iter().position(|&t| t == tokens)?;
+    let row = RECORDED_GROUPED.iter().find(|row| row.shape == shape && row.weights == weights)?;
+    let name = column.checked_sub(GROUPED_TOKENS.len() - 3).map_or("Triton", |place| row.fastest[place]);
+    Some((row.microseconds[column], name))
+}
+
 /// Numbers of tokens in the router table.
 pub const ROUTER_TOKENS: [usize; 6] = [1, 8, 64, 512, 2048, 8192];
 
@@ -210,4 +275,23 @@ pub(super) fn recorded_op(operation: &str, size: usize, tokens: usize) -> Option
     let column = OP_TOKENS.iter().position(|&t| t == tokens)?;
     let (_, _, name, figures) = OPS.iter().find(|(op, at, ..)| *op == operation && *at == size)?;
     Some((figures[column], *name)).filter(|(us, _)| !us.is_nan())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each row belongs to a layer of the table, and the columns to their names.
+    #[test]
+    fn recorded_layers_are_found() {
+        for row in &RECORDED_GROUPED {
+            assert!(super::super::GEMM_SHAPES.iter().any(|shape| shape.name == row.shape), "{}", row.shape);
+        }
+        assert_eq!(recorded_grouped("dsv3_tp8", "fp8", 128), Some((384.8, "Triton")));
+        assert_eq!(recorded_grouped("dsv3_tp8", "fp8", 2048), Some((823.0, "Triton")));
+        assert_eq!(recorded_grouped("dsv3_tp8", "fp8", 8192), Some((1823.0, "DeepGEMM")));
+        assert_eq!(recorded_grouped("qwen3_235b", "bf16", 512), Some((1220.0, "Triton")));
+        assert_eq!(recorded_grouped("qwen3_235b", "bf16", 513), None);
+        assert_eq!(recorded_grouped("gptoss_120b", "bf16", 512), None);
+    }
 }

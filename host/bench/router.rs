@@ -1,12 +1,14 @@
 //! The router table: projections in both orders, and the choice of experts.
 
 use super::recorded::{RECORDED_TOPK, ROUTER_TOKENS};
-use super::timing::{normal, normal_bf16, sets, time};
+use super::timing::{noise, normal, normal_bf16, sets, time};
 use crate::device::{Buffer, DeviceHandle, Gpu};
 use crate::error::Result;
+use crate::ops::gate_topk::{GateTopK, GateWeights};
 use crate::ops::router::{RouterGemm, RouterGemmStrict};
 use crate::ops::topk::{Logits, TopK};
 use crate::types::{Routing, Scoring};
+use kernels_gpu::bandwidth;
 use serde::Serialize;
 use std::sync::Arc;
 
@@ -47,6 +49,8 @@ pub enum RouterOperation {
     RouterGemm,
     /// bf16 logits, one sum over ascending k.
     RouterGemmStrict,
+    /// NVFP4 weights: logits, choice and weights in one launch.
+    MoeGateTopkFused,
     /// Softmax top-k of f32 logits, renormalised.
     TopkF32,
     /// Softmax top-k of bf16 logits, renormalised.
@@ -55,9 +59,10 @@ pub enum RouterOperation {
 
 impl RouterOperation {
     /// All of them.
-    pub const ALL: [RouterOperation; 4] = [
+    pub const ALL: [RouterOperation; 5] = [
         RouterOperation::RouterGemm,
         RouterOperation::RouterGemmStrict,
+        RouterOperation::MoeGateTopkFused,
         RouterOperation::TopkF32,
         RouterOperation::TopkBf16,
     ];
@@ -67,6 +72,7 @@ impl RouterOperation {
         match self {
             RouterOperation::RouterGemm => "router_gemm",
             RouterOperation::RouterGemmStrict => "router_gemm_strict",
+            RouterOperation::MoeGateTopkFused => "moe_gate_topk_fused",
             RouterOperation::TopkF32 => "topk_f32",
             RouterOperation::TopkBf16 => "topk_bf16",
         }
@@ -74,7 +80,7 @@ impl RouterOperation {
 
     /// Whether it has a hidden size.
     pub const fn has_hidden(self) -> bool {
-        matches!(self, RouterOperation::RouterGemm | RouterOperation::RouterGemmStrict)
+        !matches!(self, RouterOperation::TopkF32 | RouterOperation::TopkBf16)
     }
 }
 
@@ -112,6 +118,7 @@ pub fn router(gpu: &Arc<Gpu>, options: &RouterOptions, mut report: impl FnMut(&R
                         RouterOperation::RouterGemm | RouterOperation::RouterGemmStrict => {
                             projection(gpu, operation, tokens, experts, hidden)?
                         }
+                        RouterOperation::MoeGateTopkFused => fused(gpu, &device, tokens, experts, hidden)?,
                         RouterOperation::TopkF32 | RouterOperation::TopkBf16 => {
                             choice(gpu, &device, operation == RouterOperation::TopkBf16, tokens, experts)?
                         }
@@ -169,6 +176,33 @@ fn projection(
         let us = time(gpu, calls, || sets.iter().try_for_each(|(x, w)| op.launch(x, w, tokens, &logits)))?;
         Ok((us, inputs + 2 * outputs))
     }
+}
+
+/// Microseconds of a call and its bytes.
+fn fused(gpu: &Arc<Gpu>, device: &DeviceHandle, tokens: usize, experts: usize, hidden: usize) -> Result<(f32, usize)> {
+    let (codes, scales) = (experts * hidden / 2, experts * hidden / 16);
+    let inputs = 2 * tokens * hidden + codes + scales;
+    let calls = sets(inputs, CALLS.0, CALLS.1);
+    let x = normal_bf16(tokens * hidden, 1.0, 1);
+    let sets = (0..calls as u32)
+        .map(|set| {
+            // `noise` rounds lengths up, and the operation wants them exact.
+            let exact = |len, bytes_are| {
+                Buffer::from_slice(device, &noise::<u8>(device, len, set, bytes_are)?.download()?[..len])
+            };
+            Ok((Buffer::from_slice(device, &x)?, exact(codes, bandwidth::ANY)?, exact(scales, bandwidth::E4M3_SCALES)?))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let op = GateTopK::new(device, hidden, experts, TOP_K, true)?;
+    let ids = Buffer::<i32>::new(device, tokens * TOP_K)?;
+    let weights = Buffer::<f32>::new(device, tokens * TOP_K)?;
+    let us = time(gpu, calls, || {
+        sets.iter().try_for_each(|(x, codes, scales)| {
+            let of_router = GateWeights { codes, scales, scale2: 1.0 / 64.0 };
+            op.launch(x, of_router, tokens, &ids, &weights)
+        })
+    })?;
+    Ok((us, inputs + 8 * tokens * TOP_K))
 }
 
 /// Microseconds of a call and its bytes.

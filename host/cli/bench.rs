@@ -7,10 +7,9 @@ use clap::Subcommand;
 use comfy_table::{Cell, CellAlignment};
 use megamoe::bench::{
     self, BenchShape, DecodeOptions, DecodeRow, GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, ReadRow, Recorded,
-    RouterOperation, RouterOptions, RouterRow, SHAPES, TOKENS,
+    RouterOperation, RouterOptions, RouterRow, SHAPES, TOKENS, TimedGemm,
 };
 use megamoe::device::{Device, Properties};
-use megamoe::ops::gemm::GemmKernel;
 use megamoe::plan::variants;
 use megamoe::{Activation, Error, LayerOptions, Order, Result};
 use serde::Serialize;
@@ -27,9 +26,11 @@ enum What {
     Decode(DecodeArgs),
     /// Grouped GEMMs: TFLOP/s of the rows that count, beside a loop of mma on registers alone.
     Gemm(GemmArgs),
-    /// Router: projections in both orders and the choice of experts, microseconds in a CUDA graph.
+    /// Layers with FP8 and BF16 experts: microseconds from bf16 hidden states and top-k ids to bf16 output, beside recorded figures.
+    Grouped(super::bench_grouped::GroupedArgs),
+    /// Router: projections in both orders, the NVFP4 router and the choice of experts, microseconds in a CUDA graph.
     Router(RouterArgs),
-    /// Operations around the GEMMs: sort, work-list, quantisers, activation, unpermute, beside a copy of as many bytes.
+    /// Operations around the GEMMs: sort, work-list, quantisers, activation, unpermute, shared expert, beside a copy of as many bytes.
     Ops(super::bench_ops::OpsArgs),
     /// A read-only kernel over cold memory at three sizes: how fast the card is.
     Read {
@@ -98,7 +99,8 @@ struct GemmOutput<'a> {
 
 #[derive(Debug, clap::Args)]
 struct RouterArgs {
-    /// Operations (default: all): router_gemm, router_gemm_strict, topk_f32, topk_bf16.
+    /// Operations (default: all): router_gemm, router_gemm_strict, moe_gate_topk_fused, topk_f32,
+    /// topk_bf16.
     #[arg(long, value_delimiter = ',')]
     operations: Vec<String>,
     /// Numbers of tokens (default: those that were recorded).
@@ -132,6 +134,7 @@ pub fn run(args: &Args) -> Result<Verdict> {
     match &args.what {
         What::Decode(args) => decode(args),
         What::Gemm(args) => gemm(args),
+        What::Grouped(args) => super::bench_grouped::run(args),
         What::Router(args) => router(args),
         What::Ops(args) => super::bench_ops::run(args),
         What::Read { json } => {
@@ -172,7 +175,7 @@ pub(super) fn right<const N: usize>(cells: [String; N]) -> Vec<Cell> {
     cells.into_iter().map(|cell| Cell::new(cell).set_alignment(CellAlignment::Right)).collect()
 }
 
-fn named<T: Copy, N: ToString>(name: &'static str, wanted: &[N], all: &[(String, T)]) -> Result<Vec<T>> {
+pub(super) fn named<T: Copy, N: ToString>(name: &'static str, wanted: &[N], all: &[(String, T)]) -> Result<Vec<T>> {
     wanted
         .iter()
         .map(|wanted| {
@@ -187,22 +190,19 @@ fn named<T: Copy, N: ToString>(name: &'static str, wanted: &[N], all: &[(String,
 
 fn gemm(args: &GemmArgs) -> Result<Verdict> {
     let shapes: Vec<_> = GEMM_SHAPES.iter().map(|shape| (shape.name.to_owned(), *shape)).collect();
-    let kernels: Vec<_> = GemmKernel::ALL.iter().map(|&kernel| (kernel.name().to_owned(), kernel)).collect();
+    let kernels: Vec<_> = TimedGemm::all().into_iter().map(|kernel| (kernel.name().to_owned(), kernel)).collect();
     if let Some(tokens) = args.tokens.iter().find(|&&tokens| tokens == 0) {
         return Err(Error::argument("tokens", tokens, "at least 1"));
     }
     let options = GemmOptions {
         shapes: if args.shapes.is_empty() { GEMM_SHAPES.to_vec() } else { named("shapes", &args.shapes, &shapes)? },
         tokens: args.tokens.clone(),
-        kernels: if args.kernels.is_empty() {
-            GemmKernel::ALL.to_vec()
-        } else {
-            named("kernels", &args.kernels, &kernels)?
-        },
+        kernels: if args.kernels.is_empty() { TimedGemm::all() } else { named("kernels", &args.kernels, &kernels)? },
         crowded: args.crowded,
     };
     let gpu = open_gpu()?;
-    let steps = options.shapes.len() * options.tokens.len() * options.kernels.len() * 2;
+    let rows: usize = options.kernels.iter().map(|kernel| kernel.projections()).sum();
+    let steps = options.shapes.len() * options.tokens.len() * rows;
     let progress = Progress::steps(steps as u64, "measuring");
     let (rate, rows) = bench::gemm(&gpu, &options, |row| {
         progress.now(format!("{} M={} {}", row.shape, row.tokens, row.kernel));

@@ -51,7 +51,8 @@ pub fn run(args: &OpsArgs) -> Result<Verdict> {
     };
     let gpu = open_gpu()?;
     let progress =
-        Progress::steps((tokens.len() * 2 * (hidden.len() + intermediate.len() + experts.len())) as u64, "measuring");
+        // Of a hidden size the quantiser and four ways back, of the others two operations each.
+        Progress::steps((tokens.len() * (5 * hidden.len() + 2 * (intermediate.len() + experts.len()))) as u64, "measuring");
     let rows = bench::ops(&gpu, &options, |row| {
         progress.now(format!("{} M={}", row.operation, row.tokens));
         progress.step();

@@ -4,6 +4,7 @@
 
 mod backend;
 mod bench;
+mod bench_grouped;
 mod bench_ops;
 mod block;
 mod diff;
