@@ -4,7 +4,8 @@
 //! [`GroupedArithmetic::W8a8`] x is quantised once a token, and what joins gate and up is quantised for the down GEMM.
 //! [`crate::reference::grouped_layer`] gives the bits.
 
-use crate::device::{Buffer, DeviceHandle, Element, View};
+use crate::device::{Buffer, DeviceHandle, Element, Grid, Properties, View};
+use crate::dry_run::DryRun;
 use crate::error::{Error, Result, check_len};
 use crate::formats::{DenseExpert, DenseExperts, DenseMatrix};
 use crate::ops::gemm::{Activations, GateUpSilu, GateUpSiluArgs, GemmArgs, GemmKernel, GroupedGemm, Tiles, Weights};
@@ -218,15 +219,17 @@ impl GroupedLayer {
         Ok(GroupedLayer { shape, options, weights: Arc::new(weights) })
     }
 
-    /// A layer of gate, up and down that are on `device` already, in the format and of the sizes that options and shape ask for.
+    /// A layer of gate, up and down, and their biases, that are on `device` already, in the format and of the sizes that options and
+    /// shape ask for.
     pub(crate) fn from_matrices(
         device: &DeviceHandle,
         shape: LayerShape,
         options: GroupedOptions,
         [gate, up, down]: [Matrices; 3],
+        biases: Option<[Buffer<f32>; 3]>,
     ) -> Result<Self> {
         let silu = SiluMul::new(device, options.gating)?;
-        let weights = LayerWeights { device: device.clone(), gate, up, down, biases: None, silu };
+        let weights = LayerWeights { device: device.clone(), gate, up, down, biases, silu };
         Ok(GroupedLayer { shape, options, weights: Arc::new(weights) })
     }
 
@@ -393,6 +396,66 @@ impl GroupedLayer {
         };
         unpermute::reduce(device, routed, out)
     }
+}
+
+/// What a pass of a layer would be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GroupedDescription {
+    /// Exact size of the workspace of a plan for so many tokens.
+    pub workspace_bytes: usize,
+    /// The plan's tiles.
+    pub tiles: GroupedTiles,
+    /// Kernels and grids of a pass, in order.
+    pub launches: Vec<(&'static str, Grid)>,
+}
+
+/// What a pass of `tokens` tokens would be on a device with such properties, of a layer whose weights are nowhere; with biases if
+/// `biased`. Errors name `tokens`, a size or an option, or `shared_bytes` where a kernel does not fit the device.
+pub fn describe(
+    properties: &Properties,
+    shape: LayerShape,
+    options: GroupedOptions,
+    biased: bool,
+    tokens: usize,
+) -> Result<GroupedDescription> {
+    check_shape(&shape)?;
+    options.gating.check()?;
+    let LayerShape { hidden, intermediate, output, experts, top_k } = shape;
+    if tokens > MAX_PAIRS / top_k {
+        let needed = format!("at most {} for top_k {top_k}", MAX_PAIRS / top_k);
+        return Err(Error::argument("tokens", tokens, needed));
+    }
+    let dry = Arc::new(DryRun::new(properties.clone()));
+    let device: DeviceHandle = dry.clone();
+    let matrices = |rows: usize, cols: usize| -> Result<Matrices> {
+        fn table<T: Element>(device: &DeviceHandle, experts: usize, len: usize) -> Result<ExpertTable<T>> {
+            ExpertTable::split("weights", Arc::new(Buffer::new(device, experts * len)?), experts)
+        }
+        Ok(match options.arithmetic {
+            GroupedArithmetic::Bf16 => Matrices::Bf16(table(&device, experts, rows * cols)?),
+            GroupedArithmetic::W8a8 | GroupedArithmetic::W8a16 => Matrices::Fp8 {
+                codes: table(&device, experts, rows * cols)?,
+                scales: table(&device, experts, rows.div_ceil(128) * cols.div_ceil(128))?,
+            },
+        })
+    };
+    let biases = match biased {
+        true => {
+            let bias = |width: usize| Buffer::new(&device, experts * width);
+            Some([bias(intermediate)?, bias(intermediate)?, bias(output)?])
+        }
+        false => None,
+    };
+    let all = [matrices(intermediate, hidden)?, matrices(intermediate, hidden)?, matrices(output, intermediate)?];
+    let layer = GroupedLayer::from_matrices(&device, shape, options, all, biases)?;
+    let plan = layer.plan(tokens)?;
+    let workspace = Workspace::for_grouped(&device, &plan)?;
+    let (x, out) = (Buffer::new(&device, tokens * hidden)?, Buffer::new(&device, tokens * output)?);
+    let (topk_ids, topk_weights) = (Buffer::new(&device, tokens * top_k)?, Buffer::new(&device, tokens * top_k)?);
+    dry.take();
+    let inputs = GroupedInputs { tokens, x: &x, topk_ids: &topk_ids, topk_weights: &topk_weights };
+    layer.forward(&plan, &workspace, inputs, &out)?;
+    Ok(GroupedDescription { workspace_bytes: plan.workspace_bytes(), tiles: plan.tiles(), launches: dry.take() })
 }
 
 /// How a [`GroupedLayer`] runs for up to a number of tokens: ready kernels, and the parts of a workspace.

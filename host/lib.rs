@@ -21,6 +21,7 @@ pub mod bench;
 pub mod checkpoint;
 pub mod device;
 pub mod diff;
+mod dry_run;
 pub mod error;
 pub mod formats;
 pub mod grouped_layer;

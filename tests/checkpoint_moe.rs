@@ -860,5 +860,6 @@ fn inspect_names_every_format() {
         assert_eq!(moe.formats, [format]);
         assert_eq!(moe.formats[0].to_string(), name);
         assert_eq!((moe.experts, moe.hidden, moe.intermediate), (EXPERTS, Some(HIDDEN), Some(INTERMEDIATE)), "{name}");
+        assert_eq!(moe.biases, model.config["model_type"] == "gpt_oss", "{name}");
     }
 }

@@ -2,6 +2,7 @@
 
 use megamoe::device::Gpu;
 use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -545,6 +546,81 @@ fn inspect_shows_formats_and_plans() {
     assert_eq!(report["plans"][0]["kernels"].as_array().unwrap().len(), 4);
     assert!(stdout(&megamoe(&["inspect", checkpoint.to_str().unwrap()])).contains("fc1_seed"));
     refused(&megamoe(&["inspect", "/nonexistent"]), &["/nonexistent"]);
+}
+
+/// A checkpoint of one layer whose experts are these tensors, all zeros.
+fn checkpoint_of(model_type: &str, tensors: &[(&str, Dtype, &[usize])]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let config = json!({
+        "model_type": model_type, "hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 128, "num_experts": 2,
+        "num_experts_per_tok": 2, "norm_topk_prob": true, "hidden_act": "silu",
+    });
+    std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    let zeros = vec![0; 1 << 18];
+    let views = tensors.iter().map(|(name, dtype, shape)| {
+        let bytes = shape.iter().product::<usize>() * dtype.bitsize() / 8;
+        let name = format!("model.layers.0.mlp.experts.{name}");
+        (name, TensorView::new(*dtype, shape.to_vec(), &zeros[..bytes]).unwrap())
+    });
+    std::fs::write(folder.path().join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+    folder
+}
+
+/// Layers of every format that `run` takes have a plan, with the kernels that `run` launches.
+#[test]
+fn inspect_plans_every_format() {
+    let (gate, down): (&[usize], &[usize]) = (&[128, 256], &[256, 128]);
+    let of = |dtype: Dtype, scale: Option<&'static str>| {
+        let mut names = Vec::new();
+        for (expert, name) in (0..2).flat_map(|e| ["gate", "up", "down"].map(|name| (e, name))) {
+            let (shape, blocks): (_, &[usize]) = if name == "down" { (down, &[2, 1]) } else { (gate, &[1, 2]) };
+            names.push((format!("{expert}.{name}_proj.weight"), dtype, shape));
+            if let Some(scale) = scale {
+                names.push((format!("{expert}.{name}_proj.{scale}"), Dtype::F32, blocks));
+            }
+        }
+        let borrowed: Vec<_> = names.iter().map(|(name, dtype, shape)| (name.as_str(), *dtype, *shape)).collect();
+        checkpoint_of("qwen3_moe", &borrowed)
+    };
+    let mxfp4 = checkpoint_of(
+        "gpt_oss",
+        &[
+            ("gate_up_proj_blocks", Dtype::U8, &[2, 256, 8, 16]),
+            ("gate_up_proj_scales", Dtype::U8, &[2, 256, 8]),
+            ("gate_up_proj_bias", Dtype::BF16, &[2, 256]),
+            ("down_proj_blocks", Dtype::U8, &[2, 256, 4, 16]),
+            ("down_proj_scales", Dtype::U8, &[2, 256, 4]),
+            ("down_proj_bias", Dtype::BF16, &[2, 256]),
+        ],
+    );
+    let bf16 = of(Dtype::BF16, None);
+    let fp8 = of(Dtype::F8_E4M3, Some("weight_scale_inv"));
+    let quantised: &[&str] = &["--fp8-activations", "--tokens", "1024"];
+    for (folder, more, arithmetic, count, kernel) in [
+        (&mxfp4, &[][..], "mxfp4", 4, "fc1_seed"),
+        (&bf16, &[], "bf16", 8, "moe_bf16_grouped_gemm"),
+        (&fp8, &[], "w8a16", 8, "moe_fp8_grouped_gemm"),
+        (&fp8, quantised, "w8a8", 7, "moe_w8a8_gateup_silu_e4m3"),
+    ] {
+        let path = folder.path().to_str().unwrap();
+        let text = stdout(&megamoe(&[&["inspect", path], more].concat()));
+        assert!(text.contains(&format!("Plan of layer 0 ({arithmetic})")) && text.contains(kernel), "{text}");
+        let report = json(&megamoe(&[&["inspect", path, "--json"], more].concat()), 0);
+        let plan = &report["plans"][0];
+        assert_eq!((&plan["arithmetic"], &plan["problem"]), (&json!(arithmetic), &Value::Null));
+        assert!(plan["workspace_bytes"].as_u64() > Some(1000));
+        let kernels = plan["kernels"].as_array().unwrap();
+        assert_eq!(kernels.len(), count, "{kernels:?}");
+        let name = |launch: &Value| launch["kernel"].as_str().unwrap().to_owned();
+        assert!(kernels.iter().any(|launch| name(launch).starts_with(kernel)), "{kernels:?}");
+        assert!(kernels.iter().all(|launch| launch["blocks"].as_u64() > Some(0)));
+    }
+    // What `run` does not take has no plan, and says why.
+    let other = of(Dtype::I16, None);
+    let report = json(&megamoe(&["inspect", other.path().to_str().unwrap(), "--json"]), 0);
+    let plan = &report["plans"][0];
+    assert_eq!((&plan["arithmetic"], &plan["kernels"]), (&Value::Null, &json!([])));
+    assert!(plan["problem"].as_str().unwrap().contains("I16"), "{plan}");
 }
 
 #[test]

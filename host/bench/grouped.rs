@@ -86,7 +86,7 @@ fn random_layer(
         })
     };
     let options = GroupedOptions { arithmetic, gating: Gating::default() };
-    GroupedLayer::from_matrices(device, shape, options, [matrices(0)?, matrices(1)?, matrices(2)?])
+    GroupedLayer::from_matrices(device, shape, options, [matrices(0)?, matrices(1)?, matrices(2)?], None)
 }
 
 /// Measures everything in `options`; `report` sees each row as it is done. As in the decode table each call of a graph has its own hidden

@@ -412,7 +412,7 @@ impl<'a> Mxfp4Tensors<'a> {
     }
 }
 
-fn first_bias<'a>(store: &'a TensorStore, block: &MoeBlock) -> Option<Tensor<'a>> {
+pub(super) fn first_bias<'a>(store: &'a TensorStore, block: &MoeBlock) -> Option<Tensor<'a>> {
     let prefix = format!("{}.", block.prefix);
     store.iter().find(|tensor| tensor.name.starts_with(&prefix) && tensor.name.ends_with("bias"))
 }

@@ -8,7 +8,7 @@ use serde::{Serialize, Serializer};
 
 use super::Checkpoint;
 use super::config::ModelConfig;
-use super::experts::{DOWN, ExpertLayout, FUSED_DOWN, FUSED_GATE_UP, GATE, MoeBlock, UP, parse_number};
+use super::experts::{DOWN, ExpertLayout, FUSED_DOWN, FUSED_GATE_UP, GATE, MoeBlock, UP, first_bias, parse_number};
 
 /// What a checkpoint holds.
 #[derive(Clone, Debug, Serialize)]
@@ -49,6 +49,8 @@ pub struct MoeInfo {
     pub hidden: Option<usize>,
     /// Rows of the first gate, if its form is known.
     pub intermediate: Option<usize>,
+    /// Do they have biases?
+    pub biases: bool,
     /// Is there a shared expert beside them?
     pub shared_expert: bool,
 }
@@ -164,6 +166,7 @@ fn describe(checkpoint: &Checkpoint, block: &MoeBlock) -> MoeInfo {
         experts: first_gate.map_or(block.ids.len(), |(experts, _, _)| experts),
         hidden: first_gate.map(|(_, _, cols)| cols),
         intermediate: first_gate.map(|(_, rows, _)| rows),
+        biases: first_bias(store, block).is_some(),
         shared_expert: store.with_prefix(&format!("{beside}shared_expert")).next().is_some(),
     }
 }

@@ -6,10 +6,10 @@ use super::output;
 use comfy_table::Cell;
 use console::style;
 use cuda_std::arch::ArchId;
-use megamoe::checkpoint::{Checkpoint, Inspect, LayerInfo, MoeInfo};
-use megamoe::device::DeviceHandle;
+use megamoe::checkpoint::{Checkpoint, ExpertFormat, Inspect, LayerInfo, MoeInfo};
+use megamoe::device::{DeviceHandle, Grid};
 use megamoe::plan::Plan;
-use megamoe::{Gating, LayerOptions, LayerShape, Result};
+use megamoe::{GroupedArithmetic, GroupedOptions, LayerOptions, LayerShape, Result, WeightFormat, grouped_layer};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -22,6 +22,9 @@ pub struct Args {
     /// Number of tokens to plan for.
     #[arg(long, value_name = "M", default_value_t = 16)]
     tokens: usize,
+    /// As `run` does with it: e4m3 activations before FP8 experts, instead of bf16 ones.
+    #[arg(long)]
+    fp8_activations: bool,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -41,6 +44,8 @@ struct LayerPlan {
     layer: usize,
     device: String,
     tokens: usize,
+    /// "nvfp4" or "mxfp4", or the operands of FP8 and BF16 experts: "w8a8", "w8a16", "bf16".
+    arithmetic: Option<&'static str>,
     workspace_bytes: Option<usize>,
     kernels: Vec<Launch>,
     /// Why there is no plan.
@@ -57,12 +62,12 @@ pub struct Launch {
 
 /// The launches of a pass of `plan`.
 pub fn launches(plan: &Plan, tokens: usize) -> Vec<Launch> {
-    let launch = |(kernel, grid): (&'static str, megamoe::device::Grid)| Launch {
-        kernel,
-        blocks: grid.blocks,
-        shared_bytes: grid.shared_bytes,
-    };
-    plan.describe(tokens).into_iter().map(launch).collect()
+    as_launches(plan.describe(tokens))
+}
+
+fn as_launches(launches: impl IntoIterator<Item = (&'static str, Grid)>) -> Vec<Launch> {
+    let launch = |(kernel, grid): (_, Grid)| Launch { kernel, blocks: grid.blocks, shared_bytes: grid.shared_bytes };
+    launches.into_iter().map(launch).collect()
 }
 
 pub fn inspect(args: &Args) -> Result<Verdict> {
@@ -73,7 +78,7 @@ pub fn inspect(args: &Args) -> Result<Verdict> {
         Err(_) => open_emulator(0, ArchId::Sm90),
     };
     let plans: Vec<LayerPlan> =
-        inspect.layers.iter().filter_map(|info| plan(&checkpoint, info, &device, args.tokens)).collect();
+        inspect.layers.iter().filter_map(|info| plan(&checkpoint, info, &device, args)).collect();
     if args.json {
         output::say_json(&Report { checkpoint: args.checkpoint.display().to_string(), inspect: &inspect, plans });
     } else {
@@ -83,25 +88,74 @@ pub fn inspect(args: &Args) -> Result<Verdict> {
 }
 
 /// The plan of a layer with routed experts; a plan that cannot be made says why.
-fn plan(checkpoint: &Checkpoint, info: &LayerInfo, device: &DeviceHandle, tokens: usize) -> Option<LayerPlan> {
+fn plan(checkpoint: &Checkpoint, info: &LayerInfo, device: &DeviceHandle, args: &Args) -> Option<LayerPlan> {
     let moe = info.moe.as_ref()?;
-    let made = shape_of(checkpoint, moe).and_then(|shape| {
-        let options =
-            LayerOptions { gating: Gating::Silu { limit: checkpoint.config().swiglu_limit }, ..Default::default() };
-        Plan::new(device, shape, options, tokens.max(1)).map_err(|error| error.to_string())
+    let tokens = args.tokens.max(1);
+    let arithmetic = arithmetic_of(moe, args.fp8_activations);
+    let made = arithmetic.clone().and_then(|arithmetic| {
+        let shape = shape_of(checkpoint, moe)?;
+        let planned = (|| {
+            let gating = checkpoint.config().gating()?;
+            Ok(match arithmetic {
+                Arithmetic::Fp4(format) => {
+                    let options = LayerOptions { format, gating, ..Default::default() };
+                    let plan = Plan::new(device, shape, options, tokens)?;
+                    (plan.workspace_bytes(), launches(&plan, tokens))
+                }
+                Arithmetic::Grouped(arithmetic) => {
+                    let options = GroupedOptions { arithmetic, gating };
+                    let plan = grouped_layer::describe(device.properties(), shape, options, moe.biases, tokens)?;
+                    (plan.workspace_bytes, as_launches(plan.launches))
+                }
+            })
+        })();
+        planned.map_err(|error: megamoe::Error| error.to_string())
     });
     let (workspace_bytes, kernels, problem) = match made {
-        Ok(plan) => (Some(plan.workspace_bytes()), launches(&plan, tokens.max(1)), None),
+        Ok((workspace_bytes, kernels)) => (Some(workspace_bytes), kernels, None),
         Err(problem) => (None, Vec::new(), Some(problem)),
     };
     let device = device.properties().name.clone();
-    Some(LayerPlan { layer: info.layer, device, tokens, workspace_bytes, kernels, problem })
+    let arithmetic = arithmetic.ok().map(Arithmetic::name);
+    Some(LayerPlan { layer: info.layer, device, tokens: args.tokens, arithmetic, workspace_bytes, kernels, problem })
+}
+
+/// What a layer's sums are made of.
+#[derive(Clone, Copy)]
+enum Arithmetic {
+    Fp4(WeightFormat),
+    Grouped(GroupedArithmetic),
+}
+
+impl Arithmetic {
+    fn name(self) -> &'static str {
+        match self {
+            Arithmetic::Fp4(format) => format.name(),
+            Arithmetic::Grouped(arithmetic) => arithmetic.name(),
+        }
+    }
+}
+
+/// The arithmetic that `run` has for experts of the format that they are stored in.
+fn arithmetic_of(moe: &MoeInfo, fp8_activations: bool) -> std::result::Result<Arithmetic, String> {
+    let of = |format: &ExpertFormat| match format {
+        ExpertFormat::Nvfp4ModelOpt | ExpertFormat::Nvfp4CompressedTensors => Ok(Arithmetic::Fp4(WeightFormat::Nvfp4)),
+        ExpertFormat::Mxfp4Blocks => Ok(Arithmetic::Fp4(WeightFormat::Mxfp4)),
+        ExpertFormat::Fp8ScaleInv | ExpertFormat::Fp8Scale if fp8_activations => {
+            Ok(Arithmetic::Grouped(GroupedArithmetic::W8a8))
+        }
+        ExpertFormat::Fp8ScaleInv | ExpertFormat::Fp8Scale => Ok(Arithmetic::Grouped(GroupedArithmetic::W8a16)),
+        ExpertFormat::Bf16 => Ok(Arithmetic::Grouped(GroupedArithmetic::Bf16)),
+        ExpertFormat::Other(what) => Err(format!("no layer takes {what}")),
+    };
+    match &moe.formats[..] {
+        [format] => of(format),
+        [] => Err("the format of the experts is not known".into()),
+        _ => Err("the experts are not all of one format".into()),
+    }
 }
 
 fn shape_of(checkpoint: &Checkpoint, moe: &MoeInfo) -> std::result::Result<LayerShape, String> {
-    if !moe.formats.iter().all(|format| format.is_nvfp4()) || moe.formats.is_empty() {
-        return Err("NVFP4 experts needed".into());
-    }
     let (Some(hidden), Some(intermediate)) = (moe.hidden, moe.intermediate) else {
         return Err("the layout of the experts is not known".into());
     };
@@ -149,8 +203,13 @@ fn print(args: &Args, inspect: &Inspect, plans: &[LayerPlan]) {
         ]);
     }
     output::say_table(&table);
-    if let Some(plan) = plans.iter().find(|plan| plan.problem.is_none()) {
-        output::say(format!("\nPlan of layer {} for {} tokens on {}:", plan.layer, plan.tokens, plan.device));
+    // The first layer of each arithmetic.
+    let mut seen = Vec::new();
+    for plan in plans.iter().filter(|plan| plan.problem.is_none()) {
+        let Some(arithmetic) = plan.arithmetic.filter(|arithmetic| !seen.contains(arithmetic)) else { continue };
+        seen.push(arithmetic);
+        let LayerPlan { layer, tokens, device, .. } = plan;
+        output::say(format!("\nPlan of layer {layer} ({arithmetic}) for {tokens} tokens on {device}:"));
         print_launches(&plan.kernels);
     }
 }

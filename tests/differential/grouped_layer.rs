@@ -1,14 +1,16 @@
 //! Layers with FP8 and BF16 experts: kernels on every device against the exact reference, bit for bit.
 
 use crate::common::{any_emulator, argument_of, assert_same, devices, difference, gpu, own_gpu, scale};
-use megamoe::device::{Buffer, DeviceHandle};
+use cuda_std::kernel::Packed;
+use megamoe::device::{Buffer, Device, DeviceHandle, Emulator, ErasedKernel, Grid, Properties};
 use megamoe::diff::Random;
 use megamoe::formats::{DenseExpert, DenseExperts, DenseMatrix, FP8_BLOCK};
-use megamoe::grouped_layer::{GroupedInputs, GroupedLayer, GroupedPlan, GroupedTiles};
+use megamoe::grouped_layer::{GroupedInputs, GroupedLayer, GroupedPlan, GroupedTiles, describe};
 use megamoe::reference::{self, LayerInputs, LayerResult, Status, math};
 use megamoe::workspace::Workspace;
 use megamoe::{Activation, Gating, GroupedArithmetic, GroupedOptions, LayerShape, XType};
 use std::ops::Range;
+use std::sync::{Arc, Mutex};
 
 const fn shape(hidden: usize, intermediate: usize, output: usize, experts: usize, top_k: usize) -> LayerShape {
     LayerShape { hidden, intermediate, output, experts, top_k }
@@ -568,4 +570,74 @@ fn planted_faults_are_caught() {
     let mut wide = case.clone();
     wide.options.arithmetic = GroupedArithmetic::W8a16;
     assert!(difference(&case.shape, &case.run(), &wide.run()).is_some());
+}
+
+/// An emulator that keeps what was launched.
+#[derive(Debug)]
+struct Watched {
+    device: DeviceHandle,
+    launches: Mutex<Vec<(&'static str, Grid)>>,
+}
+
+impl Device for Watched {
+    fn properties(&self) -> &Properties {
+        self.device.properties()
+    }
+    fn allocate(&self, bytes: usize) -> megamoe::Result<u64> {
+        self.device.allocate(bytes)
+    }
+    fn free(&self, address: u64) {
+        self.device.free(address);
+    }
+    fn upload(&self, address: u64, data: &[u8]) -> megamoe::Result<()> {
+        self.device.upload(address, data)
+    }
+    fn download(&self, address: u64, data: &mut [u8]) -> megamoe::Result<()> {
+        self.device.download(address, data)
+    }
+    fn fill(&self, address: u64, byte: u8, bytes: usize) -> megamoe::Result<()> {
+        self.device.fill(address, byte, bytes)
+    }
+    fn prepare(&self, kernel: ErasedKernel, shared_bytes: u32) -> megamoe::Result<()> {
+        self.device.prepare(kernel, shared_bytes)
+    }
+    fn launch_erased(&self, kernel: ErasedKernel, grid: Grid, args: &[Packed]) -> megamoe::Result<()> {
+        self.launches.lock().unwrap().push((kernel.name, grid));
+        self.device.launch_erased(kernel, grid, args)
+    }
+    fn synchronize(&self) -> megamoe::Result<()> {
+        self.device.synchronize()
+    }
+}
+
+/// A description without weights is what a layer does.
+#[test]
+fn descriptions_are_what_is_launched() {
+    for (shape, tokens) in [(shape(64, 48, 33, 3, 2), 5), (shape(128, 256, 64, 2, 2), 70)] {
+        for (arithmetic, biases) in GroupedArithmetic::ALL.into_iter().flat_map(|a| [(a, false), (a, true)]) {
+            let case = Case::draw(arithmetic, shape, tokens, Routes::Uniform, biases, 5);
+            let watched = Arc::new(Watched { device: Emulator::new(), launches: Mutex::default() });
+            let device: DeviceHandle = watched.clone();
+            let layer = GroupedLayer::new(&device, &case.experts, shape.top_k, case.options).unwrap();
+            let tiles = layer.plan(tokens).unwrap().tiles();
+            let on = case.on(&device, tiles);
+            watched.launches.lock().unwrap().clear();
+            on.forward().unwrap();
+            let description = describe(device.properties(), shape, case.options, biases, tokens).unwrap();
+            assert_eq!(description.launches, *watched.launches.lock().unwrap(), "{arithmetic:?}, biases {biases}");
+            assert_eq!(description.workspace_bytes, on.plan.workspace_bytes());
+            assert_eq!(description.tiles, tiles);
+        }
+    }
+    // What does not fit is refused, as a plan would be.
+    let mut small = Emulator::new().properties().clone();
+    let options = GroupedOptions { arithmetic: GroupedArithmetic::Bf16, gating: Gating::default() };
+    let named = |properties: &Properties, shape, tokens| {
+        argument_of(&describe(properties, shape, options, false, tokens).unwrap_err())
+    };
+    assert_eq!(named(&small, shape(64, 48, 33, 3, 33), 1), "top_k");
+    assert_eq!(named(&small, shape(0, 48, 33, 3, 1), 1), "hidden");
+    assert_eq!(named(&small, shape(64, 48, 33, 3, 2), usize::MAX), "tokens");
+    small.shared_per_block = 99 * 1024;
+    assert_eq!(named(&small, shape(64, 48, 33, 3, 2), 1), "shared_bytes");
 }
