@@ -6,8 +6,9 @@ use crate::error::{Error, Result};
 use crate::types::Gating;
 use cuda_std::kernel::{DeviceRef, Kernel};
 use kernels_gpu::gemm::shape::Shape;
-use kernels_gpu::gemm::tiles::{BLOCK, ITEM_WORDS};
+use kernels_gpu::gemm::tiles::BLOCK;
 use kernels_gpu::gemm::{self, Dense, Down, GateUp, Paired1, Paired2, Pm4, bf16, fp8, gateup_silu, w8a8, w8a8_dense};
+use kernels_gpu::worklist::ITEM_WORDS;
 
 /// A grouped GEMM by the name of its kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

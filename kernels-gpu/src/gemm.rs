@@ -27,7 +27,7 @@ use cuda_std::memory::{In, Out};
 use cuda_std::shared::Shared;
 use cuda_std::thread::{block_idx, grid_dim};
 use cuda_std::{copy, kernels, sync};
-use operand::{Bf16Pairs, Bf16Quads, E4m3, E4m3AsBf16, E4m3Native, Operand};
+use operand::{Bf16Pairs, Bf16Quads, E4m3, E4m3AsBf16, E4m3Native, Left, Right};
 use shape::{Joined, Output, Shape, Tile};
 use tiles::{Copier, Item, Problem, Ring, Source};
 
@@ -316,7 +316,7 @@ impl Source for OneTile {
 
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
-fn w8a8_body<A: Arch, O: Operand<Element = u8>, T: Shape, const ALIGNED: bool>(
+fn w8a8_body<A: Arch, O: Left<Element = u8> + Right, T: Shape, const ALIGNED: bool>(
     worklist: In<u32>,
     total: In<u32>,
     a: In<u8>,
@@ -418,7 +418,7 @@ fn bf16_body<A: Arch, const ALIGNED: bool>(
 
 /// All items of a block. Scales enter every `FOLD` k (64: those of rows and columns; 128: those of columns), or never (0).
 #[inline(always)]
-fn run<A: Arch, L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED: bool>(
+fn run<A: Arch, L: Left, R: Right, T: Shape, S: Source, const FOLD: u32, const ALIGNED: bool>(
     problem: Problem<L, R>,
     source: S,
     epilogue: impl Fn(T::Sums, Item),

@@ -18,7 +18,7 @@
 //! | [`bandwidth`] | reads, copies and noise for benchmarks | three |
 //!
 //! Shared pieces: [`stream`] moves weight tiles through shared memory, [`tensor`] is the inner loop, [`dequant`] turns codes and scales into mma operands,
-//! [`schedule`] deals out the work, [`order`] names the orders of sums, [`layout`] holds the index formulas.
+//! [`schedule`] deals out the work, [`order`] names the orders of sums, [`scan`] adds up over a block, [`layout`] holds the index formulas.
 #![cfg_attr(target_arch = "nvptx64", no_std, feature(abi_ptx, asm_experimental_arch))]
 
 pub mod bandwidth;
@@ -33,6 +33,7 @@ pub mod order;
 pub mod quant;
 pub mod route_prep;
 pub mod router;
+pub mod scan;
 pub mod schedule;
 pub mod silu_mul;
 pub mod sort;

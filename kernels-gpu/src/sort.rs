@@ -7,7 +7,7 @@
 //! blocks, [`mod@sort_count`] first writes every chunk's counts, and each block of [`mod@sort_by_expert`] adds up those of the
 //! chunks before its own. Few pairs take one block and one launch. No result depends on the division.
 
-use crate::status;
+use crate::{scan, status};
 use core::num::NonZeroU32;
 use cuda_std::kernels;
 use cuda_std::memory::{In, Out};
@@ -16,7 +16,7 @@ use cuda_std::thread::{block_dim, block_idx, grid_dim, lane, thread_idx, warp};
 use cuda_std::{sync, warp as lanes};
 
 /// Threads of a block.
-pub const THREADS: u32 = 1024;
+pub const THREADS: u32 = scan::THREADS;
 /// Row of a pair that is not live, and the token of a row that does not exist.
 pub const NONE: i32 = -1;
 
@@ -30,7 +30,7 @@ pub const fn count_shared_bytes(warps: u32, experts: u32) -> u32 {
 
 /// Bytes of shared memory of [`mod@sort_by_expert`] with `warps` counting warps.
 pub const fn sort_shared_bytes(warps: u32, experts: u32) -> u32 {
-    count_shared_bytes(warps, experts) + (2 * part_words(experts) + 64) * 4
+    count_shared_bytes(warps, experts) + (2 * part_words(experts) + scan::WORDS) * 4
 }
 
 /// Words of a table of partial sums over chunks: one an expert, or one a thread.
@@ -231,7 +231,7 @@ fn sort_body(
     // Sums over chunks, in parts; later the first row of this chunk's pairs of an expert, and the pairs of the expert.
     let before = Shared::<u32>::at(after_counts, words);
     let all = Shared::<u32>::at(after_counts + words * 4, words);
-    let sums = Shared::<u32>::at(after_counts + 2 * words * 4, 64);
+    let sums = Shared::<u32>::at(after_counts + 2 * words * 4, scan::WORDS);
 
     let chunks = grid_dim();
     let range = Range::of_warp(pairs, chunk, warps);
@@ -313,22 +313,7 @@ fn sort_body(
         own += total;
         expert += 1;
     }
-    let through = lanes::inclusive_scan(own);
-    if lane() == 31 {
-        sums.store(warp(), through);
-    }
-    sync::sync_threads();
-    if warp() == 0 {
-        let sum = sums.load(lane());
-        let before_warp = lanes::inclusive_scan(sum) - sum;
-        sums.store(lane(), before_warp);
-        if lane() == 31 {
-            sums.store(32, before_warp + sum);
-        }
-    }
-    sync::sync_threads();
-    let mut next = sums.load(warp()) + through - own;
-    let live = sums.load(32);
+    let (mut next, live) = scan::exclusive(own, sums);
     let mut expert = first;
     while expert < last {
         if block_idx() == 0 {

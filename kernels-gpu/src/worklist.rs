@@ -4,15 +4,16 @@
 //! given table has a 0 is left out. Every block forms the same prefix sum over the experts, and each thread finds the expert of
 //! its items in it: the list is written in parallel and is the one that a serial builder writes.
 
+use crate::scan;
 use core::num::NonZeroU32;
 use cuda_std::kernels;
 use cuda_std::memory::{In, Out};
 use cuda_std::shared::Shared;
-use cuda_std::thread::{block_dim, block_idx, grid_dim, lane, thread_idx, warp};
-use cuda_std::{sync, warp as lanes};
+use cuda_std::sync;
+use cuda_std::thread::{block_dim, block_idx, grid_dim, thread_idx};
 
 /// Threads of a block.
-pub const THREADS: u32 = 1024;
+pub const THREADS: u32 = scan::THREADS;
 /// Words of an item: expert, first sorted row, rows, column tile.
 pub const ITEM_WORDS: u32 = 4;
 /// Words of a packed item: expert, m-tile · 64 + column tile.
@@ -22,7 +23,7 @@ pub const PACKED_TILES: u32 = 64;
 
 /// Bytes of shared memory.
 pub const fn shared_bytes(experts: u32) -> u32 {
-    (experts + 64) * 4
+    (experts + scan::WORDS) * 4
 }
 
 kernels! {
@@ -73,7 +74,7 @@ fn body<const PACKED: bool>(
 ) {
     // m-tiles before each expert.
     let tiles_before = Shared::<u32>::at(0, experts);
-    let sums = Shared::<u32>::at(experts * 4, 64);
+    let sums = Shared::<u32>::at(experts * 4, scan::WORDS);
     let by_rows = NonZeroU32::new(m_tile).unwrap_or(NonZeroU32::MIN);
     let by_tiles = NonZeroU32::new(n_tiles).unwrap_or(NonZeroU32::MIN);
 
@@ -94,21 +95,7 @@ fn body<const PACKED: bool>(
         own += tiles;
         expert += 1;
     }
-    let through = lanes::inclusive_scan(own);
-    if lane() == 31 {
-        sums.store(warp(), through);
-    }
-    sync::sync_threads();
-    if warp() == 0 {
-        let sum = sums.load(lane());
-        let before = lanes::inclusive_scan(sum) - sum;
-        sums.store(lane(), before);
-        if lane() == 31 {
-            sums.store(32, before + sum);
-        }
-    }
-    sync::sync_threads();
-    let mut next = sums.load(warp()) + through - own;
+    let (mut next, all) = scan::exclusive(own, sums);
     let mut expert = first;
     while expert < last {
         let tiles = tiles_before.load(expert);
@@ -117,7 +104,7 @@ fn body<const PACKED: bool>(
         expert += 1;
     }
     // Offsets that are none, which only a foreign buffer can hold, end at the list's end.
-    let items = (sums.load(32) as u64 * n_tiles as u64).min(capacity as u64) as u32;
+    let items = (all as u64 * n_tiles as u64).min(capacity as u64) as u32;
     if block_idx() == 0 && thread_idx() == 0 {
         total.store(0, items);
     }

@@ -14,29 +14,38 @@ use cuda_std::thread::lane;
 /// k of a stage.
 pub const STAGE_K: u32 = 64;
 
-/// An operand format together with the mma type that it enters as.
+/// An operand format.
 pub trait Operand: Copy + Send + Sync + 'static {
     /// Element in memory.
     type Element: Element;
-    /// Type of the mma.
-    type Mma: MmaType;
     /// Bytes of a row of a stage.
     const ROW_BYTES: u32;
     /// Which bits of a 16-byte piece's number the row flips.
     fn swizzle(row: u32) -> u32;
+    /// The bits of an element, zero-extended.
+    fn bits(value: Self::Element) -> u32;
+}
+
+/// A format of activations, together with the mma type that it enters as.
+pub trait Left: Operand {
+    /// Type of the mma.
+    type Mma: MmaType;
     /// The fragments of 16 rows from `row` on for the 32 k of half `half` of a stage: for each 16 k, the registers of
     /// (rows g, rows g+8) x (first, second pair of a lane).
     fn rows16<A: Arch>(stage: u32, row: u32, half: u32) -> [[u32; 4]; 2];
-    /// The fragments of 16 columns (rows of the stage) from `row` on: for each 16 k, the two registers of columns g and of
-    /// columns g+8.
-    fn columns16<A: Arch>(stage: u32, row: u32, half: u32) -> [[[u32; 2]; 2]; 2];
-    /// The bits of an element, zero-extended.
-    fn bits(value: Self::Element) -> u32;
-    /// Whether fragments are codes of 32 k, for an mma that takes e4m3: the first of each pair holds them, the second nothing.
+    /// Whether fragments, those of the weights too, are codes of 32 k, for an mma that takes e4m3: the first of each pair holds them, the
+    /// second nothing.
     #[inline(always)]
     fn as_codes<A: Arch>() -> bool {
         false
     }
+}
+
+/// A format of weights.
+pub trait Right: Operand {
+    /// The fragments of 16 columns (rows of the stage) from `row` on: for each 16 k, the two registers of columns g and of
+    /// columns g+8.
+    fn columns16<A: Arch>(stage: u32, row: u32, half: u32) -> [[[u32; 2]; 2]; 2];
 }
 
 /// Pieces of 16 bytes of a row.
@@ -95,12 +104,19 @@ fn pieces_first<O: Operand>(stage: u32, row: u32, piece: u32) -> u32 {
 
 impl Operand for E4m3 {
     type Element = u8;
-    type Mma = F16;
     const ROW_BYTES: u32 = STAGE_K;
     #[inline(always)]
     fn swizzle(row: u32) -> u32 {
         row / 2 % 4
     }
+    #[inline(always)]
+    fn bits(value: u8) -> u32 {
+        value as u32
+    }
+}
+
+impl Left for E4m3 {
+    type Mma = F16;
     #[inline(always)]
     fn rows16<A: Arch>(stage: u32, row: u32, half: u32) -> [[u32; 4]; 2] {
         let codes = ldmatrix(rows_first::<Self>(stage, row, 2 * half));
@@ -110,10 +126,22 @@ impl Operand for E4m3 {
         };
         [group(codes[0], codes[1]), group(codes[2], codes[3])]
     }
+}
+
+impl Right for E4m3 {
     #[inline(always)]
     fn columns16<A: Arch>(stage: u32, row: u32, half: u32) -> [[[u32; 2]; 2]; 2] {
         let codes = ldmatrix(pieces_first::<Self>(stage, row, 2 * half)).map(cvt::e4m3x4_to_f16x4::<A>);
         [[codes[0], codes[2]], [codes[1], codes[3]]]
+    }
+}
+
+impl Operand for E4m3Native {
+    type Element = u8;
+    const ROW_BYTES: u32 = STAGE_K;
+    #[inline(always)]
+    fn swizzle(row: u32) -> u32 {
+        E4m3::swizzle(row)
     }
     #[inline(always)]
     fn bits(value: u8) -> u32 {
@@ -121,14 +149,8 @@ impl Operand for E4m3 {
     }
 }
 
-impl Operand for E4m3Native {
-    type Element = u8;
+impl Left for E4m3Native {
     type Mma = F16;
-    const ROW_BYTES: u32 = STAGE_K;
-    #[inline(always)]
-    fn swizzle(row: u32) -> u32 {
-        E4m3::swizzle(row)
-    }
     #[inline(always)]
     fn rows16<A: Arch>(stage: u32, row: u32, half: u32) -> [[u32; 4]; 2] {
         if A::E4M3_MMA {
@@ -138,6 +160,13 @@ impl Operand for E4m3Native {
         }
     }
     #[inline(always)]
+    fn as_codes<A: Arch>() -> bool {
+        A::E4M3_MMA
+    }
+}
+
+impl Right for E4m3Native {
+    #[inline(always)]
     fn columns16<A: Arch>(stage: u32, row: u32, half: u32) -> [[[u32; 2]; 2]; 2] {
         if A::E4M3_MMA {
             let codes = ldmatrix(pieces_first::<Self>(stage, row, 2 * half));
@@ -146,53 +175,45 @@ impl Operand for E4m3Native {
             E4m3::columns16::<A>(stage, row, half)
         }
     }
-    #[inline(always)]
-    fn bits(value: u8) -> u32 {
-        value as u32
-    }
-    #[inline(always)]
-    fn as_codes<A: Arch>() -> bool {
-        A::E4M3_MMA
-    }
 }
 
 impl Operand for E4m3AsBf16 {
     type Element = u8;
-    type Mma = Bf16;
     const ROW_BYTES: u32 = STAGE_K;
     #[inline(always)]
     fn swizzle(row: u32) -> u32 {
         E4m3::swizzle(row)
     }
     #[inline(always)]
-    fn rows16<A: Arch>(stage: u32, row: u32, half: u32) -> [[u32; 4]; 2] {
-        let codes = ldmatrix(rows_first::<Self>(stage, row, 2 * half));
-        let group = |upper, lower| {
-            let (upper, lower) = (cvt::e4m3x4_to_bf16x4::<A>(upper), cvt::e4m3x4_to_bf16x4::<A>(lower));
-            [upper[0], lower[0], upper[1], lower[1]]
-        };
-        [group(codes[0], codes[1]), group(codes[2], codes[3])]
-    }
-    #[inline(always)]
-    fn columns16<A: Arch>(stage: u32, row: u32, half: u32) -> [[[u32; 2]; 2]; 2] {
-        let codes = ldmatrix(pieces_first::<Self>(stage, row, 2 * half)).map(cvt::e4m3x4_to_bf16x4::<A>);
-        [[codes[0], codes[2]], [codes[1], codes[3]]]
-    }
-    #[inline(always)]
     fn bits(value: u8) -> u32 {
         value as u32
     }
 }
 
+impl Right for E4m3AsBf16 {
+    #[inline(always)]
+    fn columns16<A: Arch>(stage: u32, row: u32, half: u32) -> [[[u32; 2]; 2]; 2] {
+        let codes = ldmatrix(pieces_first::<Self>(stage, row, 2 * half)).map(cvt::e4m3x4_to_bf16x4::<A>);
+        [[codes[0], codes[2]], [codes[1], codes[3]]]
+    }
+}
+
 impl Operand for Bf16Quads {
     type Element = u16;
-    type Mma = Bf16;
     const ROW_BYTES: u32 = 2 * STAGE_K;
     #[inline(always)]
     fn swizzle(row: u32) -> u32 {
         // Half a warp reads two neighbouring pieces of four rows at once.
         row % 4 * 2
     }
+    #[inline(always)]
+    fn bits(value: u16) -> u32 {
+        value as u32
+    }
+}
+
+impl Left for Bf16Quads {
+    type Mma = Bf16;
     #[inline(always)]
     fn rows16<A: Arch>(stage: u32, row: u32, half: u32) -> [[u32; 4]; 2] {
         let (g, t) = (lane() / 4, lane() % 4);
@@ -205,11 +226,14 @@ impl Operand for Bf16Quads {
         };
         [group(4 * half), group(4 * half + 2)]
     }
+}
+
+impl Operand for Bf16Pairs {
+    type Element = u16;
+    const ROW_BYTES: u32 = 2 * STAGE_K;
     #[inline(always)]
-    fn columns16<A: Arch>(stage: u32, row: u32, half: u32) -> [[[u32; 2]; 2]; 2] {
-        let [first, second] = Self::rows16::<A>(stage, row, half);
-        let columns = |r: [u32; 4]| [[r[0], r[2]], [r[1], r[3]]];
-        [columns(first), columns(second)]
+    fn swizzle(row: u32) -> u32 {
+        row % 8
     }
     #[inline(always)]
     fn bits(value: u16) -> u32 {
@@ -217,27 +241,20 @@ impl Operand for Bf16Quads {
     }
 }
 
-impl Operand for Bf16Pairs {
-    type Element = u16;
+impl Left for Bf16Pairs {
     type Mma = Bf16;
-    const ROW_BYTES: u32 = 2 * STAGE_K;
-    #[inline(always)]
-    fn swizzle(row: u32) -> u32 {
-        row % 8
-    }
     #[inline(always)]
     fn rows16<A: Arch>(stage: u32, row: u32, half: u32) -> [[u32; 4]; 2] {
         [0, 2].map(|piece| ldmatrix(rows_first::<Self>(stage, row, 4 * half + piece)))
     }
+}
+
+impl Right for Bf16Pairs {
     #[inline(always)]
     fn columns16<A: Arch>(stage: u32, row: u32, half: u32) -> [[[u32; 2]; 2]; 2] {
         [0, 2].map(|piece| {
             let m = ldmatrix(pieces_first::<Self>(stage, row, 4 * half + piece));
             [[m[0], m[1]], [m[2], m[3]]]
         })
-    }
-    #[inline(always)]
-    fn bits(value: u16) -> u32 {
-        value as u32
     }
 }

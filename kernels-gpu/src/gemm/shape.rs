@@ -1,6 +1,6 @@
 //! Sizes of a tile, and what a warp does with its part of it.
 
-use super::operand::Operand;
+use super::operand::{Left, Right};
 use super::tiles::Item;
 use crate::quant::GROUP;
 use cuda_std::arch::Arch;
@@ -79,7 +79,7 @@ pub trait Shape: Copy + Send + Sync + 'static {
     fn column(row: u32) -> (u32, u32);
     /// Adds half `half` of a stage whose operands lie at bytes `left` and `right`: for each 16 k ascending (32 where operands enter as
     /// codes), every 16-row tile of the warp times every 8-column tile.
-    fn multiply<A: Arch, L: Operand, R: Operand>(left: u32, right: u32, half: u32, sums: Self::Sums) -> Self::Sums;
+    fn multiply<A: Arch, L: Left, R: Right>(left: u32, right: u32, half: u32, sums: Self::Sums) -> Self::Sums;
     /// `outer + inner · s`, where s is the scale of the weights, one for each product behind the row scales, times the row's own if
     /// those count.
     fn fold<const ROW_SCALES: bool>(outer: Self::Sums, inner: Self::Sums, scales: Shared<f32>) -> Self::Sums;
@@ -124,10 +124,10 @@ impl<const WM: u32, const WN: u32, const TM: usize, const TN: usize, const STAGE
     }
 
     #[inline(always)]
-    fn multiply<A: Arch, L: Operand, R: Operand>(left: u32, right: u32, half: u32, mut sums: Self::Sums) -> Self::Sums {
+    fn multiply<A: Arch, L: Left, R: Right>(left: u32, right: u32, half: u32, mut sums: Self::Sums) -> Self::Sums {
         let (row, column) = Self::origin();
         sync::converge();
-        let codes = L::as_codes::<A>() && R::as_codes::<A>();
+        let codes = L::as_codes::<A>();
         let multiply = |a, b, c| if codes { mma::m16n8k32_e4m3(a, b, c) } else { mma::m16n8k16::<L::Mma>(a, b, c) };
         let mut columns = [[[[0; 2]; 2]; 2]; TN];
         let mut j = 0;

@@ -3,15 +3,14 @@
 //! All threads of a block share the ring. The copies run ahead of the products by all but one pair of its stages, across the
 //! end of an item, so that the memory never waits for an epilogue.
 
-use super::operand::{Operand, STAGE_K, element, piece_at, pieces};
+use super::operand::{Left, Operand, Right, STAGE_K, element, piece_at, pieces};
 use super::shape::Shape;
+use crate::worklist::ITEM_WORDS;
 use cuda_std::copy;
 use cuda_std::memory::In;
 use cuda_std::shared::Shared;
 use cuda_std::thread::thread_idx;
 
-/// Words of a work item: expert, first sorted row, rows, column tile.
-pub const ITEM_WORDS: u32 = 4;
 /// Columns and k that share one block scale.
 pub const BLOCK: u32 = 128;
 
@@ -45,7 +44,7 @@ pub trait Source: Copy {
 
 /// What is multiplied.
 #[derive(Clone, Copy)]
-pub struct Problem<L: Operand, R: Operand> {
+pub struct Problem<L: Left, R: Right> {
     /// [rows, k] activations.
     pub a: In<L::Element>,
     /// [rows, ceil(k/128)] scales of the activations; null for none.
@@ -67,7 +66,7 @@ pub struct Problem<L: Operand, R: Operand> {
     right: core::marker::PhantomData<R>,
 }
 
-impl<L: Operand, R: Operand> Problem<L, R> {
+impl<L: Left, R: Right> Problem<L, R> {
     /// See the fields.
     #[allow(clippy::too_many_arguments)]
     #[inline(always)]
@@ -145,7 +144,7 @@ impl<L: Operand, R: Operand> Problem<L, R> {
 /// The stages of a tile `T` in shared memory: left operand, right operand, row scales, scales of the weights.
 pub struct Ring<L, R, T>(core::marker::PhantomData<(L, R, T)>);
 
-impl<L: Operand, R: Operand, T: Shape> Ring<L, R, T> {
+impl<L: Left, R: Right, T: Shape> Ring<L, R, T> {
     /// Bytes of the left operand of a stage; the right one follows.
     pub const LEFT_BYTES: u32 = T::ROWS * L::ROW_BYTES;
     /// Where a stage's row scales lie, then the block scales of the weights.
@@ -216,7 +215,7 @@ impl<O: Operand> Share<O> {
 /// The copying side.
 ///
 /// Rows and columns that do not exist are zeros.
-pub struct Copier<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED: bool> {
+pub struct Copier<L: Left, R: Right, T: Shape, S: Source, const FOLD: u32, const ALIGNED: bool> {
     problem: Problem<L, R>,
     source: S,
     /// Next item of the block, stages of the current one that are copied and their number, elements of its rows that are left, place
@@ -239,9 +238,7 @@ pub struct Copier<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, 
     tile: core::marker::PhantomData<T>,
 }
 
-impl<L: Operand, R: Operand, T: Shape, S: Source, const FOLD: u32, const ALIGNED: bool>
-    Copier<L, R, T, S, FOLD, ALIGNED>
-{
+impl<L: Left, R: Right, T: Shape, S: Source, const FOLD: u32, const ALIGNED: bool> Copier<L, R, T, S, FOLD, ALIGNED> {
     /// Rows between two of a thread's pieces.
     const LEFT_EACH: u32 = T::THREADS / pieces::<L>();
     const RIGHT_EACH: u32 = T::THREADS / pieces::<R>();
