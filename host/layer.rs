@@ -5,10 +5,10 @@ use crate::error::{Error, Result};
 use crate::formats::fp4::check_f16_scales;
 use crate::formats::{Fp4Experts, SwizzledScales};
 use crate::plan::Plan;
-use crate::types::{Activation, Gating, LayerOptions, LayerShape, Order, WeightFormat};
+use crate::types::{Activation, Gating, LayerOptions, LayerShape, Order, WeightFormat, XType};
 use crate::workspace::Workspace;
 use cuda_std::kernel::DeviceRef;
-use kernels_gpu::{combine, fc1, fc2, route_prep};
+use kernels_gpu::{combine, direct, fc1, fc2, route_prep};
 use std::sync::Arc;
 
 /// Hidden states on a device, row-major [M, hidden].
@@ -18,6 +18,15 @@ pub enum Hidden<'a> {
     Bf16(&'a Buffer<u16>),
     /// f16 bits; needs [`crate::Activation::F16`].
     F16(&'a Buffer<u16>),
+}
+
+impl Hidden<'_> {
+    fn x_type(self) -> XType {
+        match self {
+            Hidden::Bf16(_) => XType::Bf16,
+            Hidden::F16(_) => XType::F16,
+        }
+    }
 }
 
 /// What one forward pass reads.
@@ -220,7 +229,7 @@ impl Layer {
         let weights = &*self.weights;
         let device = &*weights.device;
         let table = plan.table(workspace);
-        let (variant, size) = (plan.variant(tokens), plan.launches(tokens));
+        let variant = plan.variant(tokens);
         let order = match self.options.order {
             Order::Seed { .. } => route_prep::SEED,
             Order::Decode => route_prep::DECODE,
@@ -229,6 +238,61 @@ impl Layer {
             Gating::Silu { .. } => (fc1::SILU, 1.0),
             Gating::SwigluOai { alpha, .. } => (fc1::SWIGLU_OAI, alpha),
         };
+        let limit = self.options.gating.limit().unwrap_or(f32::INFINITY);
+        if plan.is_direct(variant) {
+            let (fc1_grid, fc2_grid) = plan.direct_launches(tokens);
+            for stage in stages {
+                match stage {
+                    // Two kernels do it all.
+                    Stage::RoutePrep | Stage::Combine => {}
+                    Stage::Fc1 => launch(
+                        device,
+                        plan.fc1_direct(inputs.x.x_type()),
+                        fc1_grid,
+                        direct::fc1_direct::Args {
+                            topk_ids: inputs.topk_ids.as_ref(),
+                            x: x.as_ref(),
+                            w13: weights.w13.as_ref(),
+                            s13: weights.s13.as_ref(),
+                            alpha1: weights.alpha1.as_ref(),
+                            b13: or_null(&weights.b13),
+                            h: table.h,
+                            status: table.status,
+                            tokens: tokens as u32,
+                            top_k: top_k as u32,
+                            experts: experts as u32,
+                            hidden: hidden as u32,
+                            intermediate: intermediate as u32,
+                            gating,
+                            factor,
+                            limit,
+                        },
+                    )?,
+                    Stage::Fc2 => launch(
+                        device,
+                        plan.fc2_direct(),
+                        fc2_grid,
+                        direct::fc2_direct::Args {
+                            topk_ids: inputs.topk_ids.as_ref(),
+                            topk_weights: inputs.topk_weights.as_ref(),
+                            h: table.h.into(),
+                            w2: weights.w2.as_ref(),
+                            s2: weights.s2.as_ref(),
+                            alpha2: weights.alpha2.as_ref(),
+                            b2: or_null(&weights.b2),
+                            out: out.as_mut(),
+                            tokens: tokens as u32,
+                            top_k: top_k as u32,
+                            experts: experts as u32,
+                            intermediate: intermediate as u32,
+                            output: output as u32,
+                        },
+                    )?,
+                }
+            }
+            return Ok(());
+        }
+        let size = plan.launches(tokens);
         for stage in stages {
             match stage {
                 Stage::RoutePrep => launch(
@@ -275,7 +339,7 @@ impl Layer {
                         intermediate: intermediate as u32,
                         gating,
                         factor,
-                        limit: self.options.gating.limit().unwrap_or(f32::INFINITY),
+                        limit,
                     },
                 )?,
                 Stage::Fc2 => launch(

@@ -4,12 +4,12 @@
 use crate::device::{Buffer, DeviceHandle, Grid, Properties};
 use crate::error::{Error, Result};
 use crate::layer::Hidden;
-use crate::types::{Activation, LayerOptions, LayerShape, Order, Split, WeightFormat};
+use crate::types::{Activation, LayerOptions, LayerShape, Order, Split, WeightFormat, XType};
 use crate::workspace::{ALIGNMENT, Workspace};
 use cuda_std::kernel::{DeviceMut, Kernel};
 use kernels_gpu::dequant::{Mxfp4, Nvfp4};
 use kernels_gpu::layout::permute::row_stride;
-use kernels_gpu::{combine, fc1, fc2, route_prep};
+use kernels_gpu::{combine, direct, fc1, fc2, route_prep};
 
 pub use crate::formats::fp4::MAX_EXPERTS;
 
@@ -53,11 +53,16 @@ pub enum Tile {
     Rows32,
     /// 16 by 16: an expert's codes are decoded once for sixteen pairs.
     Wide,
+    /// 16 by one pair, straight from the ids: two kernels instead of four, for at most [`DIRECT_TOKENS`] tokens.
+    Direct,
 }
 
+/// Most tokens of [`Tile::Direct`].
+pub const DIRECT_TOKENS: usize = 4;
+
 impl Tile {
-    /// All tiles.
-    pub const ALL: [Tile; 3] = [Tile::Rows16, Tile::Rows32, Tile::Wide];
+    /// The tiles of an expert's pairs.
+    pub const OF_EXPERTS: [Tile; 3] = [Tile::Rows16, Tile::Rows32, Tile::Wide];
 
     /// Its name in small letters.
     pub const fn name(self) -> &'static str {
@@ -65,6 +70,7 @@ impl Tile {
             Tile::Rows16 => "rows16",
             Tile::Rows32 => "rows32",
             Tile::Wide => "wide",
+            Tile::Direct => "direct",
         }
     }
 
@@ -86,11 +92,15 @@ pub struct Variant {
     pub fc2_warps: Fc2Warps,
     /// Tile of FC1 in the order `decode`.
     pub fc1: Tile,
-    /// Tile of FC2 in the order `decode`. Both tiles are wide or neither is: they share the routing table.
+    /// Tile of FC2 in the order `decode`. Both tiles are wide or neither is, since they share the routing table; and both are direct or
+    /// neither is.
     pub fc2: Tile,
 }
 
 impl Variant {
+    /// Straight from the ids.
+    pub const DIRECT: Variant = Variant::tiles(Tile::Direct, Tile::Direct);
+
     /// With these tiles.
     pub const fn tiles(fc1: Tile, fc2: Tile) -> Self {
         Variant { fc2_warps: Fc2Warps::W4, fc1, fc2 }
@@ -114,7 +124,7 @@ impl Variant {
     }
 }
 
-/// The variants that [`choose_variant`] chooses from.
+/// The variants of any number of tokens.
 pub const VARIANTS: [Variant; 5] = [
     Variant::tiles(Tile::Rows16, Tile::Rows16),
     Variant::tiles(Tile::Rows16, Tile::Rows32),
@@ -123,9 +133,10 @@ pub const VARIANTS: [Variant; 5] = [
     Variant::tiles(Tile::Wide, Tile::Wide),
 ];
 
-/// Every variant of a layer with these options.
-pub fn variants(options: &LayerOptions) -> Vec<Variant> {
+/// Every variant of a layer with these options for `tokens` tokens.
+pub fn variants(options: &LayerOptions, tokens: usize) -> Vec<Variant> {
     match (options.order, options.format) {
+        (Order::Decode, _) if tokens <= DIRECT_TOKENS => [&[Variant::DIRECT], VARIANTS.as_slice()].concat(),
         (Order::Decode, _) => VARIANTS.to_vec(),
         (Order::Seed { .. }, WeightFormat::Mxfp4) => vec![VARIANTS[0]],
         (Order::Seed { .. }, WeightFormat::Nvfp4) => {
@@ -135,7 +146,12 @@ pub fn variants(options: &LayerOptions) -> Vec<Variant> {
 }
 
 /// Which variant is best for a shape, a number of tokens and a device.
-pub fn choose_variant(shape: &LayerShape, tokens: usize, _device: &Properties) -> Variant {
+pub fn choose_variant(shape: &LayerShape, tokens: usize, device: &Properties) -> Variant {
+    // Four blocks of FC1 share a multiprocessor, each with all activations.
+    let shared = direct::fc1_shared_bytes::<Nvfp4>(tokens as u32, shape.hidden as u32) + 1024;
+    if tokens <= 2 && 4 * shared <= device.shared_per_multiprocessor {
+        return Variant::DIRECT;
+    }
     // Experts with more than eight pairs are common from here on.
     if tokens * shape.top_k > 5 * shape.experts {
         Variant::tiles(Tile::Wide, Tile::Wide)
@@ -239,9 +255,14 @@ impl Plan {
         if options.format == WeightFormat::Mxfp4 && variant.fc2_warps != Fc2Warps::W4 {
             return Err(Error::argument("fc2_warps", variant.fc2_warps.count(), "4 for mxfp4 weights"));
         }
-        if variant.fc1.groups() != variant.fc2.groups() {
+        let kind = |tile: Tile| (tile.groups(), tile == Tile::Direct);
+        if kind(variant.fc1) != kind(variant.fc2) {
             let needed = format!("a tile for as many pairs as that of fc1, {}", variant.fc1.name());
             return Err(Error::argument("fc2", variant.fc2.name(), needed));
+        }
+        if variant == Variant::DIRECT && max_tokens > DIRECT_TOKENS {
+            let needed = format!("at most {DIRECT_TOKENS} for the variant direct");
+            return Err(Error::argument("max_tokens", max_tokens, needed));
         }
         Self::of(device, shape, options, max_tokens, Some(variant))
     }
@@ -264,9 +285,22 @@ impl Plan {
         let candidates = match (variant, options.order) {
             (Some(variant), _) => vec![variant],
             (None, Order::Seed { .. }) => vec![plan.variant(max_tokens)],
-            (None, Order::Decode) => VARIANTS.to_vec(),
+            (None, Order::Decode) => {
+                let mut chosen: Vec<Variant> = VARIANTS.to_vec();
+                // Straight from the ids where that is the choice for some number of tokens.
+                chosen.extend((1..=max_tokens.min(DIRECT_TOKENS)).map(|tokens| plan.variant(tokens)));
+                chosen
+            }
         };
         for variant in candidates {
+            if plan.is_direct(variant) {
+                let (fc1, fc2) = plan.direct_launches(max_tokens.min(DIRECT_TOKENS));
+                for &kernel in direct::fc1_direct::KERNELS {
+                    device.prepare(kernel.into(), fc1.shared_bytes)?;
+                }
+                device.prepare(plan.fc2_direct().into(), fc2.shared_bytes)?;
+                continue;
+            }
             let largest = plan.launches_of(variant, max_tokens.max(1));
             for &kernel in route_prep::route_prep::KERNELS {
                 device.prepare(kernel.into(), largest.route_prep.shared_bytes)?;
@@ -295,7 +329,12 @@ impl Plan {
 
     /// The kernels of a pass, in order, with their launches for `tokens` tokens.
     pub fn describe(&self, tokens: usize) -> Vec<(&'static str, Grid)> {
-        let (variant, size) = (self.variant(tokens), self.launches(tokens));
+        let variant = self.variant(tokens);
+        if self.is_direct(variant) {
+            let (fc1, fc2) = self.direct_launches(tokens);
+            return vec![(self.fc1_direct(XType::Bf16).name, fc1), (self.fc2_direct().name, fc2)];
+        }
+        let size = self.launches(tokens);
         let prep = match self.options.activation {
             Activation::Bf16 => route_prep::route_prep::route_prep_bf16_bf16,
             Activation::F16 => route_prep::route_prep::route_prep_bf16_f16,
@@ -308,7 +347,32 @@ impl Plan {
         ]
     }
 
-    /// Sizes of the launches for `tokens` tokens, 1 to `max_tokens`.
+    /// Whether a variant goes straight from the ids.
+    pub(crate) fn is_direct(&self, variant: Variant) -> bool {
+        self.options.order == Order::Decode && variant == Variant::DIRECT
+    }
+
+    /// Sizes of the two launches of [`Variant::DIRECT`].
+    pub(crate) fn direct_launches(&self, tokens: usize) -> (Grid, Grid) {
+        let LayerShape { hidden, intermediate, output, top_k, .. } = self.shape;
+        let (tokens, hidden, multiprocessors) = (tokens as u32, hidden as u32, self.device.multiprocessors as usize);
+        let (fc1_shared, fc2_shared) = match self.options.format {
+            WeightFormat::Nvfp4 => {
+                (direct::fc1_shared_bytes::<Nvfp4>(tokens, hidden), direct::fc2_shared_bytes::<Nvfp4>())
+            }
+            WeightFormat::Mxfp4 => {
+                (direct::fc1_shared_bytes::<Mxfp4>(tokens, hidden), direct::fc2_shared_bytes::<Mxfp4>())
+            }
+        };
+        let fc1_units = tokens as usize * top_k * (intermediate / fc1::unit_columns(1) as usize);
+        let fc1_resident = self.fc1_direct(XType::Bf16).min_blocks as usize * multiprocessors;
+        let fc2_units = tokens as usize * output.div_ceil(kernels_gpu::stream::ROWS as usize);
+        let fc2_resident = self.fc2_direct().min_blocks as usize * multiprocessors;
+        let grid = |units: usize, most: usize, shared_bytes| Grid { blocks: units.clamp(1, most) as u32, shared_bytes };
+        (grid(fc1_units, fc1_resident, fc1_shared), grid(fc2_units, fc2_resident, fc2_shared))
+    }
+
+    /// Sizes of the launches for `tokens` tokens, 1 to `max_tokens`, where the variant is not [`Variant::DIRECT`].
     pub fn launches(&self, tokens: usize) -> Launches {
         self.launches_of(self.variant(tokens), tokens)
     }
@@ -364,28 +428,28 @@ impl Plan {
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { split: Split::S2 }, _) => fc1_seed_bf16_split2,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { split: Split::S4 }, _) => fc1_seed_bf16_split4,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { split: Split::S8 }, _) => fc1_seed_bf16_split8,
-            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Rows16) => fc1_decode_bf16_rows16,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Rows16 | Tile::Direct) => fc1_decode_bf16_rows16,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Rows32) => fc1_decode_bf16_rows32,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Wide) => fc1_decode_bf16_wide,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { split: Split::S1 }, _) => fc1_seed_f16_split1,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { split: Split::S2 }, _) => fc1_seed_f16_split2,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { split: Split::S4 }, _) => fc1_seed_f16_split4,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { split: Split::S8 }, _) => fc1_seed_f16_split8,
-            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Rows16) => fc1_decode_f16_rows16,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Rows16 | Tile::Direct) => fc1_decode_f16_rows16,
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Rows32) => fc1_decode_f16_rows32,
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Wide) => fc1_decode_f16_wide,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S1 }, _) => fc1_seed_mxfp4_bf16_split1,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S2 }, _) => fc1_seed_mxfp4_bf16_split2,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S4 }, _) => fc1_seed_mxfp4_bf16_split4,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S8 }, _) => fc1_seed_mxfp4_bf16_split8,
-            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Rows16) => fc1_decode_mxfp4_bf16_rows16,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Rows16 | Tile::Direct) => fc1_decode_mxfp4_bf16_rows16,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Rows32) => fc1_decode_mxfp4_bf16_rows32,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Wide) => fc1_decode_mxfp4_bf16_wide,
             (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S1 }, _) => fc1_seed_mxfp4_f16_split1,
             (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S2 }, _) => fc1_seed_mxfp4_f16_split2,
             (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S4 }, _) => fc1_seed_mxfp4_f16_split4,
             (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S8 }, _) => fc1_seed_mxfp4_f16_split8,
-            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Rows16) => fc1_decode_mxfp4_f16_rows16,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Rows16 | Tile::Direct) => fc1_decode_mxfp4_f16_rows16,
             (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Rows32) => fc1_decode_mxfp4_f16_rows32,
             (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Wide) => fc1_decode_mxfp4_f16_wide,
         }
@@ -399,24 +463,46 @@ impl Plan {
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { .. }, Fc2Warps::W2, _) => fc2_seed_bf16_warps2,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { .. }, Fc2Warps::W4, _) => fc2_seed_bf16_warps4,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { .. }, Fc2Warps::W8, _) => fc2_seed_bf16_warps8,
-            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Rows16) => fc2_decode_bf16_rows16,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => fc2_decode_bf16_rows16,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Rows32) => fc2_decode_bf16_rows32,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Wide) => fc2_decode_bf16_wide,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W1, _) => fc2_seed_f16_warps1,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W2, _) => fc2_seed_f16_warps2,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W4, _) => fc2_seed_f16_warps4,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W8, _) => fc2_seed_f16_warps8,
-            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Rows16) => fc2_decode_f16_rows16,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => fc2_decode_f16_rows16,
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Rows32) => fc2_decode_f16_rows32,
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Wide) => fc2_decode_f16_wide,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { .. }, ..) => fc2_seed_mxfp4_bf16_warps4,
-            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Rows16) => fc2_decode_mxfp4_bf16_rows16,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => fc2_decode_mxfp4_bf16_rows16,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Rows32) => fc2_decode_mxfp4_bf16_rows32,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Wide) => fc2_decode_mxfp4_bf16_wide,
             (WeightFormat::Mxfp4, Activation::F16, Order::Seed { .. }, ..) => fc2_seed_mxfp4_f16_warps4,
-            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Rows16) => fc2_decode_mxfp4_f16_rows16,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => fc2_decode_mxfp4_f16_rows16,
             (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Rows32) => fc2_decode_mxfp4_f16_rows32,
             (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Wide) => fc2_decode_mxfp4_f16_wide,
+        }
+    }
+
+    pub(crate) fn fc1_direct(&self, x: XType) -> Kernel<direct::fc1_direct::Family> {
+        use direct::fc1_direct::*;
+        match (self.options.format, self.options.activation, x) {
+            (WeightFormat::Nvfp4, Activation::Bf16, _) => fc1_direct_bf16_bf16,
+            (WeightFormat::Nvfp4, Activation::F16, XType::Bf16) => fc1_direct_bf16_f16,
+            (WeightFormat::Nvfp4, Activation::F16, XType::F16) => fc1_direct_f16_f16,
+            (WeightFormat::Mxfp4, Activation::Bf16, _) => fc1_direct_mxfp4_bf16_bf16,
+            (WeightFormat::Mxfp4, Activation::F16, XType::Bf16) => fc1_direct_mxfp4_bf16_f16,
+            (WeightFormat::Mxfp4, Activation::F16, XType::F16) => fc1_direct_mxfp4_f16_f16,
+        }
+    }
+
+    pub(crate) fn fc2_direct(&self) -> Kernel<direct::fc2_direct::Family> {
+        use direct::fc2_direct::*;
+        match (self.options.format, self.options.activation) {
+            (WeightFormat::Nvfp4, Activation::Bf16) => fc2_direct_bf16,
+            (WeightFormat::Nvfp4, Activation::F16) => fc2_direct_f16,
+            (WeightFormat::Mxfp4, Activation::Bf16) => fc2_direct_mxfp4_bf16,
+            (WeightFormat::Mxfp4, Activation::F16) => fc2_direct_mxfp4_f16,
         }
     }
 

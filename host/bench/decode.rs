@@ -203,7 +203,7 @@ pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&D
                     let layers =
                         layers.iter().map(|layer| layer.with_options(arithmetic)).collect::<Result<Vec<_>>>()?;
                     let own = choose_variant(&shape, tokens, device.properties());
-                    let variants = if options.variants { variants(&arithmetic) } else { vec![own] };
+                    let variants = if options.variants { variants(&arithmetic, tokens) } else { vec![own] };
                     for variant in variants {
                         let plan = Plan::with_variant(&device, shape, arithmetic, tokens, variant)?;
                         let workspace = Workspace::new(&device, &plan)?;

@@ -264,9 +264,14 @@ fn decode(args: &DecodeArgs) -> Result<Verdict> {
     };
     let gpu = open_gpu()?;
     let read = bench::read_floor(&gpu)?;
-    let each = |order| if options.variants { variants(&LayerOptions { order, ..Default::default() }).len() } else { 1 };
-    let variants = options.orders.iter().map(|&order| each(order)).sum::<usize>() * options.activations.len();
-    let progress = Progress::steps((variants * options.tokens.len() * options.shapes.len()) as u64, "measuring");
+    let each = |order, tokens| match options.variants {
+        true => variants(&LayerOptions { order, ..Default::default() }, tokens).len(),
+        false => 1,
+    };
+    let of_tokens = |tokens| options.orders.iter().map(|&order| each(order, tokens)).sum::<usize>();
+    let rows = options.tokens.iter().map(|&tokens| of_tokens(tokens)).sum::<usize>();
+    let steps = rows * options.activations.len() * options.shapes.len();
+    let progress = Progress::steps(steps as u64, "measuring");
     let rows = bench::decode(&gpu, &options, |row| {
         progress.now(format!("{} M={}", row.shape, row.tokens));
         progress.step();

@@ -175,15 +175,14 @@ impl Activation for Bf16 {
     #[inline(always)]
     fn decode<O: Order, A: Arch>(codes: u32) -> [u32; 4] {
         // Sign to bit 15, exponent and mantissa to bits 6 to 8: value·2^-126, bf16 subnormals included.
-        let pair = |sign: u32, rest: u32| (sign & 0x8000_8000) | (rest & 0x01C0_01C0);
         if O::PAIRS[0].1 == 4 {
-            return [
-                pair(codes << 12, codes << 6),
-                pair(codes << 8, codes << 2),
-                pair(codes << 4, codes >> 2),
-                pair(codes, codes >> 6),
-            ];
+            // A product moves a code to two places at once.
+            let late = codes >> 8;
+            let low = |codes: u32| (codes & 0x000F_000F).wrapping_mul((1 << 12) + (1 << 6)) & 0x81C0_81C0;
+            let high = |codes: u32| (codes & 0x00F0_00F0).wrapping_mul((1 << 8) + (1 << 2)) & 0x81C0_81C0;
+            return [low(codes), high(codes), low(late), high(late)];
         }
+        let pair = |sign: u32, rest: u32| (sign & 0x8000_8000) | (rest & 0x01C0_01C0);
         let low = cvt::permute_bytes(codes, 0, 0x4140);
         let high = cvt::permute_bytes(codes, 0, 0x4342);
         [
@@ -200,11 +199,10 @@ impl Activation for Bf16 {
     #[inline(always)]
     fn folded_e4m3<A: Arch>(codes: u16) -> [u32; 2] {
         // 2^118: with the 2^-126 of the codes, 2^-8 is left.
-        const FACTOR: f32 = f32::from_bits((127 + 118) << 23);
         let pair = cvt::e4m3x2_to_f16x2::<A>(codes);
-        let low = cvt::f16_to_f32(pair as u16) * FACTOR;
-        let high = cvt::f16_to_f32((pair >> 16) as u16) * FACTOR;
-        [cvt::f32x2_to_bf16x2(low, low), cvt::f32x2_to_bf16x2(high, high)]
+        let pair = cvt::f32x2_to_bf16x2(cvt::f16_to_f32(pair as u16), cvt::f16_to_f32((pair >> 16) as u16));
+        let pair = cvt::mul_bf16x2(pair, 0x7A80_7A80);
+        [cvt::duplicate_low(pair), cvt::duplicate_high(pair)]
     }
     #[inline(always)]
     fn e4m3<A: Arch>(codes: u16) -> [u32; 2] {

@@ -11,9 +11,9 @@ use crate::layout::permute::{position, row_stride};
 use crate::layout::tile::tile_rows;
 use crate::order::{Decode, Order, Seed};
 use crate::route_prep::{GROUP, RECORD_WORDS, SLOT_WORDS};
-use crate::schedule::{Schedule, Unit};
+use crate::schedule::{Rows, Schedule, Unit, Work};
 use crate::status;
-use crate::stream::{Feed, Rows, SEGMENT, Weights, ring_bytes};
+use crate::stream::{Feed, SEGMENT, Weights, ring_bytes};
 use crate::tensor::{self, multiply, reload};
 use cuda_std::arch::Arch;
 use cuda_std::kernels;
@@ -139,13 +139,10 @@ fn body<
     let (begin, step, count) = segments;
 
     let unit_columns = unit_columns(TILES as u32);
-    let (schedule, first) = Schedule::new(entry_count, intermediate / unit_columns, grid_dim(), block_idx());
-    let rows = |unit: Unit, j: u32| {
-        let (up, step) = tile_rows(unit.tile, j, unit_columns, intermediate);
-        Rows { first: [up, intermediate + up], step, next: 2, last: u32::MAX }
-    };
-    let mut feed =
-        Feed::<F, O, TILES>::start(warp() * ring_bytes::<F>(TILES as u32), weights, schedule, first, entries, segments, rows);
+    let (schedule, first) = Schedule::new(entry_count.load(0), intermediate / unit_columns, grid_dim(), block_idx());
+    let work = Fc1 { schedule, entries, unit_columns, intermediate };
+    let ring = warp() * ring_bytes::<F>(TILES as u32);
+    let mut feed = Feed::<F, O, _, TILES>::start(ring, weights, work, first, segments);
 
     let (g, t) = (lane() / 4, lane() % 4);
     // 32 bits: one register instead of two through the loop.
@@ -158,7 +155,7 @@ fn body<
     let mut tokens = [0; GROUPS];
     let mut at = [x; GROUPS];
     let mut columns = [[[0; 4]; 4]; GROUPS];
-    if schedule.has(unit) && count > 0 {
+    if work.has(unit) && count > 0 {
         let mut group = 0;
         while group < GROUPS {
             at[group] = row_of(token_of(unit, group as u32));
@@ -168,9 +165,9 @@ fn body<
     }
     let mut turn = 0;
     let mut overflow = false;
-    while schedule.has(unit) {
-        let next = schedule.next(unit);
-        let more = schedule.has(next);
+    while work.has(unit) {
+        let next = work.next(unit);
+        let more = work.has(next);
         if more {
             let mut group = 0;
             while group < GROUPS {
@@ -187,7 +184,7 @@ fn body<
             let second = at.map(|row| row.skip(SEGMENT as usize / 2));
             multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, second, w), &mut sums);
             let chunk = feed.read::<1>();
-            feed.refill(rows);
+            feed.refill();
             let mut group = 0;
             while group < GROUPS {
                 if left > 0 {
@@ -265,9 +262,44 @@ fn body<
     }
 }
 
+/// The units of a block.
+#[derive(Clone, Copy)]
+struct Fc1 {
+    schedule: Schedule,
+    entries: In<u32>,
+    unit_columns: u32,
+    intermediate: u32,
+}
+
+impl Work for Fc1 {
+    #[inline(always)]
+    fn has(&self, unit: Unit) -> bool {
+        self.schedule.has(unit)
+    }
+    #[inline(always)]
+    fn next(&self, unit: Unit) -> Unit {
+        self.schedule.next(unit)
+    }
+    #[inline(always)]
+    fn expert(&self, unit: Unit) -> u32 {
+        self.entries.load((unit.entry * RECORD_WORDS) as usize)
+    }
+    #[inline(always)]
+    fn rows(&self, unit: Unit, j: u32) -> Rows {
+        up_and_gate(unit.tile, j, self.unit_columns, self.intermediate)
+    }
+}
+
+/// Rows of up, and the same of gate, of a tile of `unit_columns` intermediate columns.
+#[inline(always)]
+pub(crate) fn up_and_gate(tile: u32, j: u32, unit_columns: u32, intermediate: u32) -> Rows {
+    let (up, step) = tile_rows(tile, j, unit_columns, intermediate);
+    Rows { first: [up, intermediate + up], step, next: 2, last: u32::MAX }
+}
+
 /// h before its rounding, left to right, NaN kept.
 #[inline(always)]
-fn join(up: f32, gate: f32, gating: u32, factor: f32, limit: f32) -> f32 {
+pub(crate) fn join(up: f32, gate: f32, gating: u32, factor: f32, limit: f32) -> f32 {
     let gate = min_nan(gate, limit);
     let up = min_nan(max_nan(up, -limit), limit);
     let oai = gating == SWIGLU_OAI;

@@ -8,8 +8,8 @@ use crate::layout::permute::row_stride;
 use crate::layout::tile::tile_rows;
 use crate::order::{Decode, Order, Seed};
 use crate::route_prep::{GROUP, RECORD_WORDS, SLOT_WORDS};
-use crate::schedule::{Schedule, Unit};
-use crate::stream::{Feed, ROWS, Rows, SEGMENT, Weights, ring_bytes};
+use crate::schedule::{Rows, Schedule, Unit, Work};
+use crate::stream::{Feed, ROWS, SEGMENT, Weights, ring_bytes};
 use crate::tensor::{self, multiply, reload};
 use cuda_std::arch::Arch;
 use cuda_std::memory::{In, Out};
@@ -93,14 +93,10 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
     // Neighbouring units go to different multiprocessors.
     let worker = warp() * grid_dim() + block_idx();
     let unit_rows = ROWS * TILES as u32;
-    let (schedule, first) = Schedule::new(entry_count, output.div_ceil(unit_rows), grid_dim() * WARPS, worker);
-    let rows = |unit: Unit, j: u32| {
-        let (first, step) = tile_rows(unit.tile, j, unit_rows, output);
-        // Rows past the end are copied from the last row and never stored.
-        Rows { first: [first, first + 2 * step], step, next: 4, last: output - 1 }
-    };
-    let mut feed =
-        Feed::<F, O, TILES>::start(warp() * ring_bytes::<F>(TILES as u32), weights, schedule, first, entries, segments, rows);
+    let (schedule, first) = Schedule::new(entry_count.load(0), output.div_ceil(unit_rows), grid_dim() * WARPS, worker);
+    let work = Fc2 { schedule, entries, unit_rows, output };
+    let ring = warp() * ring_bytes::<F>(TILES as u32);
+    let mut feed = Feed::<F, O, _, TILES>::start(ring, weights, work, first, segments);
 
     let (g, t) = (lane() / 4, lane() % 4);
     let stride = row_stride(intermediate as usize) as u32;
@@ -117,7 +113,7 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
     let mut held = [[0; 3]; GROUPS];
     let mut at = [h; GROUPS];
     let mut columns = [[[0; 4]; 4]; GROUPS];
-    if schedule.has(unit) {
+    if work.has(unit) {
         let mut group = 0;
         while group < GROUPS {
             held[group] = slot_of(unit, group as u32);
@@ -126,9 +122,9 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
             group += 1;
         }
     }
-    while schedule.has(unit) {
-        let next = schedule.next(unit);
-        let more = schedule.has(next);
+    while work.has(unit) {
+        let next = work.next(unit);
+        let more = work.has(next);
         let now = held;
         let (expert, alpha) = record(entries, unit);
         if more {
@@ -147,7 +143,7 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
             let second = at.map(|row| row.skip(SEGMENT as usize / 2));
             multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, second, w), &mut sums);
             let chunk = feed.read::<1>();
-            feed.refill(rows);
+            feed.refill();
             let mut group = 0;
             while group < GROUPS {
                 if left > 0 {
@@ -201,6 +197,41 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
         }
         unit = next;
     }
+}
+
+/// The units of a warp.
+#[derive(Clone, Copy)]
+struct Fc2 {
+    schedule: Schedule,
+    entries: In<u32>,
+    unit_rows: u32,
+    output: u32,
+}
+
+impl Work for Fc2 {
+    #[inline(always)]
+    fn has(&self, unit: Unit) -> bool {
+        self.schedule.has(unit)
+    }
+    #[inline(always)]
+    fn next(&self, unit: Unit) -> Unit {
+        self.schedule.next(unit)
+    }
+    #[inline(always)]
+    fn expert(&self, unit: Unit) -> u32 {
+        self.entries.load((unit.entry * RECORD_WORDS) as usize)
+    }
+    #[inline(always)]
+    fn rows(&self, unit: Unit, j: u32) -> Rows {
+        output_rows(unit.tile, j, self.unit_rows, self.output)
+    }
+}
+
+/// Rows of a tile of `unit_rows` output rows. Rows past the end are copied from the last row and never stored.
+#[inline(always)]
+pub(crate) fn output_rows(tile: u32, j: u32, unit_rows: u32, output: u32) -> Rows {
+    let (first, step) = tile_rows(tile, j, unit_rows, output);
+    Rows { first: [first, first + 2 * step], step, next: 4, last: output - 1 }
 }
 
 /// Expert and alpha2 of a unit's entry.

@@ -5,6 +5,7 @@
 //! | [`route_prep`] | routing table from top-k ids, activations into tensor-core order | one per pair of input and activation type |
 //! | [`fc1`] | gate and up projections, joined | weights x activation x K split |
 //! | [`fc2`] | down projection, one row of partial results a pair | weights x activation x warps a block |
+//! | [`direct`] | one or two tokens: FC1 and FC2 with the sum, straight from the ids | weights x activation |
 //! | [`gemm`] | grouped GEMMs over tables of weights: FP8 and BF16 experts | activation x weights x tile |
 //! | [`combine`] | sum over a token's experts | one |
 //! | [`router`] | router projection, f32 or strictly ordered | by the tile of a block |
@@ -24,6 +25,7 @@
 pub mod bandwidth;
 pub mod combine;
 pub mod dequant;
+pub mod direct;
 pub mod fc1;
 pub mod fc2;
 pub mod gate_topk;

@@ -55,7 +55,7 @@ pub const fn shared_bytes(warps: u32, experts: u32) -> u32 {
 
 /// Whether a value is finite in bf16 or f16 bits.
 #[inline(always)]
-fn finite<T: Activation>(bits: u16) -> bool {
+pub(crate) fn finite<T: Activation>(bits: u16) -> bool {
     let exponent = if T::BF16 { 0x7F80 } else { 0x7C00 };
     bits & exponent != exponent
 }

@@ -8,8 +8,7 @@ use crate::dequant::Format;
 use crate::layout::permute;
 use crate::layout::scale::{padded_cols, swizzled_len, swizzled_offset};
 use crate::order::Order;
-use crate::route_prep::RECORD_WORDS;
-use crate::schedule::{Schedule, Unit};
+use crate::schedule::{Unit, Work};
 use core::marker::PhantomData;
 use cuda_std::memory::In;
 use cuda_std::shared::Shared;
@@ -48,28 +47,6 @@ pub struct Weights {
     pub k: u32,
 }
 
-/// Matrix rows of a tile for the lanes with r mod 4 = j: row 4i + j of half 0 (rows 0 to 7) or 1 (rows 8 to 15) of 16 rows number
-/// n is first[half] + (n·`next` + i)·step, for i = 0 and 1, but at most `last`.
-#[derive(Clone, Copy)]
-pub struct Rows {
-    /// First row of each half.
-    pub first: [u32; 2],
-    /// Distance of neighbours.
-    pub step: u32,
-    /// Neighbours from one 16 rows to the next.
-    pub next: u32,
-    /// Rows past this one are copied from it (and never used).
-    pub last: u32,
-}
-
-impl Rows {
-    #[inline(always)]
-    fn at(self, half: usize, tile: u32, i: u32) -> usize {
-        let row = self.first[half] + (tile * self.next + i) * self.step;
-        row.min(self.last) as usize
-    }
-}
-
 /// What one lane needs of a 128-k chunk of a stage, by 16 rows and by row g or g+8.
 #[derive(Clone, Copy)]
 pub struct Fragments<F: Format, const TILES: usize> {
@@ -81,10 +58,9 @@ pub struct Fragments<F: Format, const TILES: usize> {
 
 /// A persistent warp's ring and its copying side, which runs two stages ahead of the computing side, from one unit of work into the
 /// next.
-pub struct Feed<F, O, const TILES: usize> {
+pub struct Feed<F, O, W, const TILES: usize> {
     weights: Weights,
-    schedule: Schedule,
-    entries: In<u32>,
+    work: W,
     /// First segment of a unit, distance to the next, and how many.
     segments: (u32, u32, u32),
     /// Segments that lie whole in every row.
@@ -105,7 +81,7 @@ pub struct Feed<F, O, const TILES: usize> {
     kind: PhantomData<(F, O)>,
 }
 
-impl<F: Format, O: Order, const TILES: usize> Feed<F, O, TILES> {
+impl<F: Format, O: Order, W: Work, const TILES: usize> Feed<F, O, W, TILES> {
     /// Bytes of a stage.
     const STAGE: u32 = TILES as u32 * tile_bytes::<F>();
     /// Words of four scales of a row of a stage.
@@ -114,22 +90,13 @@ impl<F: Format, O: Order, const TILES: usize> Feed<F, O, TILES> {
     const SCALE_ROWS: u32 = WARP / Self::SCALE_WORDS;
 
     /// Starts the first two copies into the ring at byte `base` of shared memory, for a warp that takes `segments` of each of its units,
-    /// from `first` on. The experts are in `entries`, and `rows(unit, j)` are the rows of a unit's tile.
+    /// from `first` on.
     #[inline(always)]
-    pub fn start(
-        base: u32,
-        weights: Weights,
-        schedule: Schedule,
-        first: Unit,
-        entries: In<u32>,
-        segments: (u32, u32, u32),
-        rows: impl Fn(Unit, u32) -> Rows,
-    ) -> Self {
+    pub fn start(base: u32, weights: Weights, work: W, first: Unit, segments: (u32, u32, u32)) -> Self {
         let Weights { codes, scales, k, .. } = weights;
         let mut feed = Feed {
             weights,
-            schedule,
-            entries,
+            work,
             segments,
             whole: if F::BLOCK == 32 || k.is_multiple_of(32) { k / SEGMENT } else { 0 },
             unit: first,
@@ -142,11 +109,11 @@ impl<F: Format, O: Order, const TILES: usize> Feed<F, O, TILES> {
             stages: 2 * base + Self::STAGE,
             kind: PhantomData,
         };
-        if schedule.has(first) {
-            feed.expert = feed.expert_of(first);
+        if work.has(first) {
+            feed.expert = work.expert(first);
         }
-        feed.copy(&rows);
-        feed.copy(&rows);
+        feed.copy();
+        feed.copy();
         feed
     }
 
@@ -178,9 +145,9 @@ impl<F: Format, O: Order, const TILES: usize> Feed<F, O, TILES> {
 
     /// Starts another copy in place of the present stage, which has been read, and turns to the other.
     #[inline(always)]
-    pub fn refill(&mut self, rows: impl Fn(Unit, u32) -> Rows) {
+    pub fn refill(&mut self) {
         sync::sync_warp();
-        self.copy(&rows);
+        self.copy();
     }
 
     /// Codes and scales of 16 rows of the present stage.
@@ -190,23 +157,18 @@ impl<F: Format, O: Order, const TILES: usize> Feed<F, O, TILES> {
         (Shared::at(base, CODE_BYTES), Shared::at(base + CODE_BYTES, tile_bytes::<F>() - CODE_BYTES))
     }
 
-    #[inline(always)]
-    fn expert_of(&self, unit: Unit) -> u32 {
-        self.entries.load((unit.entry * RECORD_WORDS) as usize)
-    }
-
     /// Starts the next copy into the present stage, as one group (an empty one where nothing is left), and turns to the other.
     #[inline(always)]
-    fn copy(&mut self, rows: &impl Fn(Unit, u32) -> Rows) {
+    fn copy(&mut self) {
         let (begin, step, count) = self.segments;
-        if self.left > 0 || (count > 0 && self.schedule.has(self.unit)) {
+        if self.left > 0 || (count > 0 && self.work.has(self.unit)) {
             if self.left == 0 {
-                self.seek(rows);
+                self.seek();
                 self.left = count;
                 self.segment = begin;
-                self.unit = self.schedule.next(self.unit);
-                if self.schedule.has(self.unit) {
-                    self.expert = self.expert_of(self.unit);
+                self.unit = self.work.next(self.unit);
+                if self.work.has(self.unit) {
+                    self.expert = self.work.expert(self.unit);
                 }
             } else {
                 self.segment += step;
@@ -238,25 +200,30 @@ impl<F: Format, O: Order, const TILES: usize> Feed<F, O, TILES> {
 
     /// Finds this lane's pieces of the first segment of the next unit.
     #[inline(always)]
-    fn seek(&mut self, rows: &impl Fn(Unit, u32) -> Rows) {
+    fn seek(&mut self) {
         let Weights { codes, scales, rows: height, k } = self.weights;
         let (segment, _, _) = self.segments;
-        let row_bytes = k as usize / 2;
         let (lane, expert) = (lane(), self.expert as usize);
-        let codes = codes.skip(expert * height as usize * row_bytes);
-        let columns = (k / F::BLOCK) as usize;
-        let scales = scales.skip(expert * swizzled_len(height as usize, columns));
+        // 32 bits as long as nothing is multiplied by them: half the instructions.
+        let (row_bytes, columns) = (k / 2, k / F::BLOCK);
+        let scale_words = padded_cols(columns as usize) as u32 / 4;
+        let codes = codes.skip(expert * height as usize * row_bytes as usize);
+        let scales = scales.skip(expert * swizzled_len(height as usize, columns as usize));
 
+        let of_codes = self.work.rows(self.unit, lane / 8);
         let piece = (segment * 128 + lane % 8 * 16) as usize;
-        let of_codes = rows(self.unit, lane / 8);
-        let column = (segment * (SEGMENT / F::BLOCK) + lane % Self::SCALE_WORDS * 4) as usize;
         let scale_row = lane / Self::SCALE_WORDS;
-        let of_scales = rows(self.unit, scale_row % 4);
-        let scales_of = |row| scales.skip(swizzled_offset(row, column, padded_cols(columns)));
+        let of_scales = self.work.rows(self.unit, scale_row % 4);
+        let word = segment * Self::SCALE_WORDS + lane % Self::SCALE_WORDS;
+        let scales_of = |row: u32| {
+            const { assert!(swizzled_offset(1 + 32 + 128, 4, 8) == (2 + 1) * 512 + 16 + 4) };
+            let block = row / 128 * scale_words + word;
+            scales.skip(block as usize * 512 + (row % 32 * 16 + row / 32 % 4 * 4) as usize)
+        };
         let mut tile = 0;
         while tile < TILES {
             let n = tile as u32;
-            let codes_of = |half, i| codes.skip(of_codes.at(half, n, i) * row_bytes + piece);
+            let codes_of = |half, i| codes.skip(of_codes.at(half, n, i) as usize * row_bytes as usize + piece);
             self.codes[tile] = [codes_of(0, 0), codes_of(0, 1), codes_of(1, 0), codes_of(1, 1)];
             let (upper, lower) = (of_scales.at(0, n, scale_row % 8 / 4), of_scales.at(1, n, scale_row % 8 / 4));
             self.scales[tile] = if Self::SCALE_ROWS < ROWS {

@@ -28,7 +28,7 @@ fn kernel(weights: WeightFormat, activation: Activation, order: Order, tile: Til
 /// Every order, decode with every tile.
 fn orders() -> impl Iterator<Item = (Order, Tile)> {
     let seeds = Split::ALL.map(|split| (Order::Seed { split }, Tile::Rows16));
-    seeds.into_iter().chain(Tile::ALL.map(|tile| (Order::Decode, tile)))
+    seeds.into_iter().chain(Tile::OF_EXPERTS.map(|tile| (Order::Decode, tile)))
 }
 
 /// h [pairs, I] and the status.
@@ -43,7 +43,7 @@ fn run(case: &Case, route: &Route, tile: Tile, device: &DeviceHandle, blocks: u3
     let LayerShape { hidden, intermediate, .. } = case.shape;
     let LayerOptions { format, activation, order, gating } = case.options;
     let (tiles, groups) = match tile {
-        Tile::Rows16 => (1, 1),
+        Tile::Rows16 | Tile::Direct => (1, 1),
         Tile::Rows32 => (2, 1),
         Tile::Wide => (1, 2),
     };

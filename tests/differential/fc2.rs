@@ -22,7 +22,7 @@ fn kernel(weights: WeightFormat, activation: Activation, number: usize) -> (Kern
         let variant = Variant { fc2_warps: Fc2Warps::ALL[number], ..Variant::tiles(Tile::Rows16, Tile::Rows16) };
         (Order::Seed { split: Split::S4 }, variant, format!("warps{}", variant.fc2_warps.count()))
     } else {
-        let tile = Tile::ALL[number - 4];
+        let tile = Tile::OF_EXPERTS[number - 4];
         (Order::Decode, Variant::tiles(tile, tile), tile.name().to_owned())
     };
     let weights = if weights == WeightFormat::Mxfp4 { "mxfp4_" } else { "" };
@@ -84,7 +84,7 @@ impl Work {
         let LayerShape { intermediate, output, .. } = case.shape;
         let (kernel, order, variant) = kernel(case.options.format, case.options.activation, number);
         let (warps, tiles, groups) = match variant.fc2 {
-            Tile::Rows16 => (variant.fc2_warps.count(), 1, 1),
+            Tile::Rows16 | Tile::Direct => (variant.fc2_warps.count(), 1, 1),
             Tile::Rows32 => (4, 2, 1),
             Tile::Wide => (4, 1, 2),
         };

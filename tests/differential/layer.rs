@@ -7,7 +7,7 @@ use cuda_std::arch::ArchId;
 use megamoe::device::{Buffer, DeviceHandle};
 use megamoe::diff::{Case, DeviceCase, DrawOptions, Family, Op, Random, draw, draw_in, draw_op, floats};
 use megamoe::layer::{BiasBuffers, Hidden, Inputs, Layer};
-use megamoe::plan::{self, Fc2Warps, Plan, Variant};
+use megamoe::plan::{self, Fc2Warps, Plan, Tile, Variant};
 use megamoe::reference::{LayerResult, Mode, Status, layer_bound};
 use megamoe::workspace::Workspace;
 use megamoe::{Activation, Error, Gating, LayerOptions, LayerShape, Order, Split, WeightFormat};
@@ -142,6 +142,82 @@ fn every_variant() {
     for number in 0..VARIANTS {
         let case = draw(Family::Random, shape(784, 48, 40, 3, 2), 5, number as u64);
         check_variant(case, number, &any_emulator(number), &format!("variant {number}"));
+    }
+}
+
+/// One to four tokens straight from the ids: every shape and family, three kinds of activations, both formats, biases and gatings.
+#[test]
+fn few_tokens_straight_from_the_ids() {
+    for (i, (format, shape)) in SHAPES
+        .into_iter()
+        .map(|(shape, _)| (WeightFormat::Nvfp4, shape))
+        .chain(MXFP4_SHAPES.into_iter().map(|(shape, _)| (WeightFormat::Mxfp4, shape)))
+        .enumerate()
+    {
+        for (turn, family) in Family::ALL.into_iter().enumerate() {
+            let number = 7 * i + turn;
+            let mut case = draw_in(format, family, shape, 1 + number % 4, number as u64);
+            if number % 3 == 2 {
+                case = case.x_as_f16();
+            }
+            case.options.activation = if number.is_multiple_of(3) { Activation::Bf16 } else { Activation::F16 };
+            if format == WeightFormat::Mxfp4 && case.options.activation == Activation::F16 {
+                case = case.fit_f16();
+            }
+            case.options.gating =
+                [Gating::Silu { limit: None }, Gating::GPT_OSS, Gating::Silu { limit: Some(0.5) }][number % 3];
+            if number % 4 == 1 {
+                case.add_biases(number as u64);
+            }
+            let wanted = case.run(Mode::Exact).unwrap();
+            for device in std::iter::once(any_emulator(number)).chain(gpu()) {
+                let on_device = DeviceCase::new(&case, &device, Variant::DIRECT).unwrap();
+                // Fresh memory first: the emulator reports a read of anything that no kernel has written.
+                on_device.forward().unwrap();
+                let fresh = on_device.take().unwrap();
+                assert_same(&format!("{family}, {:?}", case.options), &shape, &wanted, &fresh);
+                let again = on_device.run().unwrap();
+                assert_same(&format!("again, {family}, {:?}", case.options), &shape, &wanted, &again);
+            }
+        }
+    }
+}
+
+/// Ids of every kind for one token: none, all alike, out of range on either side, with up to 32 slots.
+#[test]
+fn any_ids_of_one_token() {
+    for (turn, top_k) in [1, 2, 7, 8, 9, 22, 32].into_iter().enumerate() {
+        let shape = shape(272, 48, 40, 5, top_k);
+        for (number, id) in [None, Some(-1), Some(3), Some(5), Some(i32::MAX), Some(i32::MIN)].into_iter().enumerate() {
+            let mut case = draw(Family::Ids, shape, 1, (turn * 6 + number) as u64);
+            case.options.activation = [Activation::Bf16, Activation::F16][turn % 2];
+            if let Some(id) = id {
+                case.topk_ids.fill(id);
+            }
+            let wanted = case.run(Mode::Exact).unwrap();
+            for device in std::iter::once(any_emulator(turn)).chain(gpu()) {
+                let got = DeviceCase::new(&case, &device, Variant::DIRECT).unwrap().run().unwrap();
+                assert_same(&format!("top {top_k}, {id:?}"), &shape, &wanted, &got);
+            }
+        }
+    }
+}
+
+/// What the variants need is named: as many pairs in both tiles, and few tokens for the direct one.
+#[test]
+fn variants_are_checked() {
+    let device = any_emulator(1);
+    let case = draw(Family::Random, shape(64, 32, 8, 2, 1), 5, 1);
+    for (fc1, fc2, argument) in [
+        (Tile::Wide, Tile::Rows16, Some("fc2")),
+        (Tile::Rows32, Tile::Wide, Some("fc2")),
+        (Tile::Direct, Tile::Rows16, Some("fc2")),
+        (Tile::Rows16, Tile::Direct, Some("fc2")),
+        (Tile::Direct, Tile::Direct, Some("max_tokens")),
+        (Tile::Rows16, Tile::Rows32, None),
+    ] {
+        let made = DeviceCase::new(&case, &device, Variant::tiles(fc1, fc2));
+        assert_eq!(made.err().map(|error| argument_of(&error)), argument, "{fc1:?}, {fc2:?}");
     }
 }
 
@@ -394,7 +470,7 @@ fn planted_faults_are_caught() {
 /// A sum in another order is another result: the comparisons see a wrong split, and a plain sum.
 #[test]
 fn another_order_of_sums_is_caught() {
-    let mut case = draw(Family::Random, shape(2880, 64, 64, 2, 2), 8, 3);
+    let mut case = draw(Family::Random, shape(2880, 64, 256, 2, 2), 40, 3);
     case.options.activation = Activation::F16;
     let wanted = case.run(Mode::Exact).unwrap();
     assert!(difference(&case.shape, &wanted, &case.run(Mode::Fast).unwrap()).is_some());
