@@ -1,4 +1,4 @@
-//! Which conversion instructions an architecture has. Kernels take an [`Arch`] as a type parameter, so that the emulator
+//! Which instructions an architecture has. Kernels take an [`Arch`] as a type parameter, so that the emulator
 //! can run the paths of every architecture.
 
 /// Instructions that not every target has.
@@ -10,10 +10,13 @@ pub trait Arch: Copy + Send + Sync + 'static {
     /// `mma.m16n8k32` with e4m3 operands as an instruction of its own (the sm_120 family). sm_90 makes it of two f16 mma, which
     /// gains nothing; how others do it is not known.
     const E4M3_MMA: bool;
+    /// `griddepcontrol` (sm_90 and later): a kernel may start before the one ahead of it has ended.
+    const DEPENDENT_LAUNCH: bool;
 }
 
 macro_rules! arches {
-    ($($(#[$doc:meta])* $name:ident: e4m3 $e4m3:literal, e2m1 $e2m1:literal, mma $mma:literal;)+) => {$(
+    ($($(#[$doc:meta])* $name:ident: e4m3 $e4m3:literal, e2m1 $e2m1:literal, mma $mma:literal,
+        dependent $dependent:literal;)+) => {$(
         $(#[$doc])*
         #[derive(Clone, Copy, Debug)]
         pub struct $name;
@@ -21,19 +24,23 @@ macro_rules! arches {
             const E4M3_CVT: bool = $e4m3;
             const E2M1_CVT: bool = $e2m1;
             const E4M3_MMA: bool = $mma;
+            const DEPENDENT_LAUNCH: bool = $dependent;
         }
     )+};
 }
 
 arches! {
     /// sm_80: bit arithmetic for both formats.
-    Sm80: e4m3 false, e2m1 false, mma false;
-    /// sm_89 and sm_90a: e4m3 in hardware, E2M1 by bit arithmetic.
-    Sm90: e4m3 true, e2m1 false, mma false;
+    Sm80: e4m3 false, e2m1 false, mma false, dependent false;
+    /// sm_89: e4m3 in hardware, E2M1 by bit arithmetic. Not emulated by itself: [`Sm90`] has its conversions, [`Sm80`] its
+    /// launches.
+    Sm89: e4m3 true, e2m1 false, mma false, dependent false;
+    /// sm_90a: as sm_89, and kernels that start early.
+    Sm90: e4m3 true, e2m1 false, mma false, dependent true;
     /// sm_100f: both in hardware.
-    Sm100: e4m3 true, e2m1 true, mma false;
+    Sm100: e4m3 true, e2m1 true, mma false, dependent true;
     /// sm_120f: both in hardware, and e4m3 in mma.
-    Sm120: e4m3 true, e2m1 true, mma true;
+    Sm120: e4m3 true, e2m1 true, mma true, dependent true;
 }
 
 /// The paths of the architecture that is being compiled for.
@@ -46,7 +53,13 @@ pub type Target = Sm100;
 #[cfg(all(target_arch = "nvptx64", cuda_arch = "sm_120f"))]
 pub type Target = Sm120;
 /// The paths of the architecture that is being compiled for.
-#[cfg(all(target_arch = "nvptx64", not(any(cuda_arch = "sm_80", cuda_arch = "sm_100f", cuda_arch = "sm_120f"))))]
+#[cfg(all(target_arch = "nvptx64", cuda_arch = "sm_89"))]
+pub type Target = Sm89;
+/// The paths of the architecture that is being compiled for.
+#[cfg(all(
+    target_arch = "nvptx64",
+    not(any(cuda_arch = "sm_80", cuda_arch = "sm_89", cuda_arch = "sm_100f", cuda_arch = "sm_120f"))
+))]
 pub type Target = Sm90;
 
 /// An [`Arch`] as a value: which paths an emulated launch takes.

@@ -223,6 +223,8 @@ mod host {
         pub threads: u32,
         /// Blocks that must fit on one multiprocessor (`.minnctapersm`).
         pub min_blocks: u32,
+        /// May start before the kernel ahead of it has ended ([`crate::dependent`]).
+        pub early: bool,
         /// Runs a launch on the emulator.
         pub emulate: fn(&Launch<'_>, &[Packed]) -> Result<(), Fault>,
         /// The family.
@@ -252,21 +254,22 @@ mod host {
 /// }
 /// ```
 /// makes `double::Args { x, y, n }`, `double::KERNELS` and a constant `double::double_f32`. In brackets: threads of a block
-/// and blocks a multiprocessor must hold. The body is a function (or closure) of the parameters; `A` names the
+/// and blocks a multiprocessor must hold, then `early` for a kernel that may start before the one ahead of it has ended
+/// (`[128, 4, early]`, see [`crate::dependent`]). The body is a function (or closure) of the parameters; `A` names the
 /// [`crate::arch::Arch`] that is compiled for or emulated.
 #[macro_export]
 macro_rules! kernels {
     (
         $(#[$doc:meta])*
         pub mod $family:ident $params:tt;
-        $($name:ident[$threads:expr, $min_blocks:expr] = |$arch:ident| $body:expr;)+
+        $($name:ident[$threads:expr, $min_blocks:expr $(, $early:ident)?] = |$arch:ident| $body:expr;)+
     ) => {
         $(#[$doc])*
         #[allow(non_upper_case_globals)]
         pub mod $family {
             use super::*;
             $crate::kernels!(@family $family $params);
-            $($crate::kernels!(@kernel $name [$threads, $min_blocks] $arch ($body) $params);)+
+            $($crate::kernels!(@kernel $name [$threads, $min_blocks $(, $early)?] $arch ($body) $params);)+
 
             /// Every kernel of the family.
             #[cfg(not(target_arch = "nvptx64"))]
@@ -295,7 +298,9 @@ macro_rules! kernels {
             }
         }
     };
-    (@kernel $name:ident [$threads:expr, $min_blocks:expr] $arch:ident ($body:expr)
+    (@early) => { false };
+    (@early early) => { true };
+    (@kernel $name:ident [$threads:expr, $min_blocks:expr $(, $early:ident)?] $arch:ident ($body:expr)
         ($($(#[$doc:meta])* $arg:ident: $ty:ty),+ $(,)?)) => {
         /// Launch bounds, which the build moves into the entry point's directives.
         #[cfg(target_arch = "nvptx64")]
@@ -322,6 +327,7 @@ macro_rules! kernels {
         /// One kernel of the family.
         #[cfg(not(target_arch = "nvptx64"))]
         pub const $name: $crate::kernel::Kernel<Family> = {
+            const EARLY: bool = $crate::kernels!(@early $($early)?);
             // A function, not a closure: it is compiled here and not again in every crate that names the kernel.
             #[inline(never)]
             fn emulate(
@@ -336,17 +342,20 @@ macro_rules! kernels {
                     $crate::arch::ArchId::Sm80 => {
                         #[allow(dead_code)]
                         type $arch = $crate::arch::Sm80;
-                        $crate::emu::run(launch, packed, stringify!($name), &move || ($body)($($arg),+))
+                        let early = EARLY && <$arch as $crate::arch::Arch>::DEPENDENT_LAUNCH;
+                        $crate::emu::run(launch, packed, stringify!($name), early, &move || ($body)($($arg),+))
                     }
                     $crate::arch::ArchId::Sm90 => {
                         #[allow(dead_code)]
                         type $arch = $crate::arch::Sm90;
-                        $crate::emu::run(launch, packed, stringify!($name), &move || ($body)($($arg),+))
+                        let early = EARLY && <$arch as $crate::arch::Arch>::DEPENDENT_LAUNCH;
+                        $crate::emu::run(launch, packed, stringify!($name), early, &move || ($body)($($arg),+))
                     }
                     $crate::arch::ArchId::Sm100 => {
                         #[allow(dead_code)]
                         type $arch = $crate::arch::Sm100;
-                        $crate::emu::run(launch, packed, stringify!($name), &move || ($body)($($arg),+))
+                        let early = EARLY && <$arch as $crate::arch::Arch>::DEPENDENT_LAUNCH;
+                        $crate::emu::run(launch, packed, stringify!($name), early, &move || ($body)($($arg),+))
                     }
                     $crate::arch::ArchId::Sm120 => {
                         #[allow(dead_code)]
@@ -359,6 +368,7 @@ macro_rules! kernels {
                 name: stringify!($name),
                 threads: $threads,
                 min_blocks: $min_blocks,
+                early: EARLY,
                 emulate,
                 family: core::marker::PhantomData,
             }

@@ -11,6 +11,7 @@
 //! | [`memory`] | typed global buffers | `ld.global`, `ld.global.nc`, `st.global`, `atom.global` |
 //! | [`shared`] | dynamic shared memory | `ld.shared`, `st.shared`, `ldmatrix` |
 //! | [`copy`] | asynchronous copies from global to shared memory | `cp.async` |
+//! | [`dependent`] | kernels that start before the one ahead has ended | `griddepcontrol` |
 //! | [`cvt`] | conversions and packed products | `cvt`, `mul.f16x2`, `mul.bf16x2` |
 //! | [`mma`] | tensor cores | `mma.sync` |
 //! | [`math`] | the explicit `exp` and NaN-keeping clamps | `min.NaN`, `max.NaN` |
@@ -31,6 +32,7 @@
 pub mod arch;
 pub mod copy;
 pub mod cvt;
+pub mod dependent;
 pub mod kernel;
 pub mod math;
 pub mod memory;

@@ -133,6 +133,7 @@ impl Device for Emulator {
     }
 
     fn synchronize(&self) -> Result<()> {
+        self.device.synchronize();
         Ok(())
     }
 }

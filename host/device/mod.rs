@@ -39,14 +39,16 @@ pub struct ErasedKernel {
     pub threads: u32,
     /// Blocks that must fit on one multiprocessor.
     pub min_blocks: u32,
+    /// May start before the kernel ahead of it has ended.
+    pub early: bool,
     /// The emulated form.
     pub emulate: fn(&emu::Launch<'_>, &[Packed]) -> std::result::Result<(), emu::Fault>,
 }
 
 impl<F> From<Kernel<F>> for ErasedKernel {
     fn from(kernel: Kernel<F>) -> Self {
-        let Kernel { name, threads, min_blocks, emulate, .. } = kernel;
-        ErasedKernel { name, threads, min_blocks, emulate }
+        let Kernel { name, threads, min_blocks, early, emulate, .. } = kernel;
+        ErasedKernel { name, threads, min_blocks, early, emulate }
     }
 }
 

@@ -1,7 +1,7 @@
 //! One block: its lanes as coroutines, their schedule, and where they meet.
 
 use super::Buffer;
-use super::device::{Device, Storage};
+use super::device::{Device, Hasty, Running, Storage};
 use super::fault::{Fault, FaultKind, Party, Report, Source};
 use super::shadow::{Clocks, Shadow};
 use corosensei::stack::DefaultStack;
@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Mutex, Once};
 
 mod access;
 mod meet;
@@ -39,6 +39,11 @@ pub(super) struct Job<'a> {
     pub operations: u64,
     /// Device addresses that the launch may write.
     pub writable: &'a [Range<u64>],
+    /// It may have started while the launches `ahead` still ran.
+    pub early: bool,
+    pub ahead: &'a [Running],
+    /// The first thread that called `launch_dependents` before its wait.
+    pub hasty: &'a Mutex<Option<Hasty>>,
     pub body: &'a (dyn Fn() + Sync),
     pub stop: &'a AtomicBool,
 }
@@ -101,11 +106,20 @@ struct Lane {
     groups: VecDeque<usize>,
     /// Copies since the last commit.
     open: usize,
+    /// Launches ahead are complete for this lane.
+    waited: bool,
 }
 
 impl Lane {
     fn new() -> Self {
-        Lane { coroutine: None, yielder: std::ptr::null(), copies: VecDeque::new(), groups: VecDeque::new(), open: 0 }
+        Lane {
+            coroutine: None,
+            yielder: std::ptr::null(),
+            copies: VecDeque::new(),
+            groups: VecDeque::new(),
+            open: 0,
+            waited: true,
+        }
     }
 }
 
@@ -123,6 +137,9 @@ pub(super) struct Block {
     total_operations: u64,
     body: *const (dyn Fn() + Sync),
     writable: *const [Range<u64>],
+    early: bool,
+    ahead: *const [Running],
+    hasty: *const Mutex<Option<Hasty>>,
     stop: *const AtomicBool,
     device: *const Device,
     /// Allocations that the kernel found by their addresses: alive until the block ends, whatever the host does.
@@ -354,6 +371,9 @@ impl Block {
             total_operations: 0,
             body: body as *const (dyn Fn() + Sync),
             writable: &[],
+            early: false,
+            ahead: &[],
+            hasty: std::ptr::null(),
             stop: std::ptr::null(),
             device: std::ptr::null(),
             found: Vec::new(),
@@ -419,6 +439,9 @@ impl Block {
         // SAFETY: only the lifetime changes; `run` clears the block before the job ends.
         self.body = unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), *const (dyn Fn() + Sync)>(job.body) };
         self.writable = job.writable;
+        self.early = job.early;
+        self.ahead = job.ahead;
+        self.hasty = job.hasty;
         self.stop = job.stop;
         self.device = job.device;
         self.found.clear();
@@ -469,6 +492,7 @@ impl Block {
             lane.copies.clear();
             lane.groups.clear();
             lane.open = 0;
+            lane.waited = !job.early;
         }
         Ok(())
     }

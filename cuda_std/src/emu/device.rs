@@ -1,5 +1,6 @@
 //! The memory of an emulated device.
 
+use super::block::At;
 use super::shadow::Page;
 use crate::kernel::{DeviceMut, DeviceRef};
 use crate::memory::Element;
@@ -174,8 +175,28 @@ struct Memory {
     allocations: BTreeMap<u64, Arc<Storage>>,
 }
 
+/// A launch that may still run when an early one starts.
+#[derive(Clone)]
+pub(super) struct Running {
+    pub id: u64,
+    pub kernel: &'static str,
+    /// What lets it still run although launches have come since.
+    pub because: Option<Hasty>,
+}
+
+/// A call of `launch_dependents` before the thread's own wait.
+#[derive(Clone, Copy)]
+pub(super) struct Hasty {
+    pub kernel: &'static str,
+    pub block: u32,
+    pub thread: u32,
+    pub at: At,
+}
+
 struct Shared {
     memory: Mutex<Memory>,
+    /// Launches that may still run, oldest first.
+    running: Mutex<Vec<Running>>,
     operations: AtomicU64,
 }
 
@@ -200,6 +221,7 @@ impl Device {
     pub fn new() -> Self {
         Device(Arc::new(Shared {
             memory: Mutex::new(Memory { next: 0x7F00_0000_0000, allocations: BTreeMap::new() }),
+            running: Mutex::default(),
             operations: AtomicU64::new(OPERATIONS),
         }))
     }
@@ -224,6 +246,21 @@ impl Device {
         let allocation = self.alloc(size_of_val(data));
         allocation.copy_in(0, bytes_of(data));
         allocation
+    }
+
+    /// The host has waited for all launches, or copies in order with them: none of them runs any more. Copies and fills by
+    /// the host do this by themselves.
+    pub fn synchronize(&self) {
+        self.set_running(Vec::new());
+    }
+
+    /// The launches that may still run when an early one starts now.
+    pub(super) fn running(&self) -> Vec<Running> {
+        self.0.running.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn set_running(&self, running: Vec<Running>) {
+        *self.0.running.lock().unwrap_or_else(PoisonError::into_inner) = running;
     }
 
     /// Operations (accesses, warp operations, barriers) that a block may do before it counts as hanging. 200 million
@@ -253,6 +290,7 @@ impl Device {
     /// # Safety
     /// No launch that runs at the same time accesses these bytes.
     pub unsafe fn write(&self, address: u64, data: &[u8]) -> Result<(), MemoryError> {
+        self.synchronize();
         let (storage, offset) = self.find(address, data.len())?;
         storage.copy_in(offset, data);
         Ok(())
@@ -263,6 +301,7 @@ impl Device {
     /// # Safety
     /// No launch that runs at the same time writes these bytes.
     pub unsafe fn read(&self, address: u64, out: &mut [u8]) -> Result<(), MemoryError> {
+        self.synchronize();
         let len = out.len();
         let (storage, start) = self.find(address, len)?;
         if let Some(at) = storage.first_unwritten(start, len) {
@@ -277,6 +316,7 @@ impl Device {
     /// # Safety
     /// No launch that runs at the same time accesses these bytes.
     pub unsafe fn fill(&self, address: u64, len: usize, value: u8) -> Result<(), MemoryError> {
+        self.synchronize();
         let (storage, offset) = self.find(address, len)?;
         storage.fill(offset, len, value);
         Ok(())
@@ -287,6 +327,7 @@ impl Device {
     /// # Safety
     /// No launch that runs at the same time accesses these bytes.
     pub unsafe fn forget(&self, address: u64, len: usize) -> Result<(), MemoryError> {
+        self.synchronize();
         let (storage, offset) = self.find(address, len)?;
         storage.fill(offset, len, 0xFF);
         storage.set_range(offset, len, false);
@@ -365,6 +406,7 @@ impl Allocation {
     }
 
     fn copy_in(&self, offset: usize, data: &[u8]) {
+        self.device.synchronize();
         self.storage.copy_in(offset, data);
     }
 
@@ -389,6 +431,7 @@ impl Allocation {
 
     /// All whole elements of type `T`; bytes that were never written are 0xFF.
     pub fn download_raw<T: Element>(&self) -> Vec<T> {
+        self.device.synchronize();
         let mut bytes = vec![0; self.len() / size_of::<T>() * size_of::<T>()];
         self.storage.copy_out(0, &mut bytes);
         bytes.chunks_exact(size_of::<T>()).map(T::from_bytes).collect()
@@ -396,11 +439,13 @@ impl Allocation {
 
     /// Sets every byte to `value`; they count as initialised.
     pub fn fill(&mut self, value: u8) {
+        self.device.synchronize();
         self.storage.fill(0, self.len(), value);
     }
 
     /// Makes every byte count as never written.
     pub fn forget(&mut self) {
+        self.device.synchronize();
         self.storage.fill(0, self.len(), 0xFF);
         self.storage.set_range(0, self.len(), false);
     }

@@ -23,6 +23,11 @@ pub enum FaultKind {
     DivergentWarp,
     /// Threads that do not meet at the same barrier.
     DivergentBarrier,
+    /// A thread of an early kernel that, before its wait, writes global memory or reads what a kernel writes that may still
+    /// run.
+    EarlyAccess,
+    /// A thread of an early kernel that ends without having waited.
+    MissingWait,
     /// A block that used up its budget of operations.
     Hang,
     /// The kernel panicked.
@@ -42,6 +47,8 @@ impl FaultKind {
             FaultKind::StreamOfWritable => "non-coherent load of a writable buffer",
             FaultKind::DivergentWarp => "divergent warp operation",
             FaultKind::DivergentBarrier => "divergent barrier",
+            FaultKind::EarlyAccess => "access before the wait for kernels ahead",
+            FaultKind::MissingWait => "no wait for kernels ahead",
             FaultKind::Hang => "hang",
             FaultKind::Panic => "panic",
             FaultKind::InvalidArgument => "invalid argument",

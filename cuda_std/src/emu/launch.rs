@@ -1,7 +1,7 @@
 //! Launches on the emulator.
 
 use super::block::{self, Job};
-use super::device::{Device, Storage};
+use super::device::{Device, Running, Storage};
 use super::fault::{Fault, FaultKind};
 use super::{Buffer, RawElement, RawIn, RawOut};
 use crate::arch::ArchId;
@@ -79,8 +79,14 @@ impl Launch<'_> {
 static EMPTY: std::sync::LazyLock<Box<Storage>> = std::sync::LazyLock::new(|| Box::new(Storage::new(0, 0)));
 
 /// Runs `body` once for each thread of the launch. `args` are the arguments that `body` was made from: what they name as
-/// writable is watched for races.
-pub fn run(launch: &Launch<'_>, args: &[Packed], name: &'static str, body: &(dyn Fn() + Sync)) -> Result<(), Fault> {
+/// writable is watched for races. An `early` launch may start while those ahead of it still run.
+pub fn run(
+    launch: &Launch<'_>,
+    args: &[Packed],
+    name: &'static str,
+    early: bool,
+    body: &(dyn Fn() + Sync),
+) -> Result<(), Fault> {
     let invalid = |message| Err(Fault::launch(FaultKind::InvalidArgument, name, message));
     if launch.grid == 0 || launch.grid > MAX_GRID {
         return invalid(format!("a grid of {} blocks; 1 to {MAX_GRID} are possible", launch.grid));
@@ -105,6 +111,8 @@ pub fn run(launch: &Launch<'_>, args: &[Packed], name: &'static str, body: &(dyn
         }
     }
 
+    let mut running = if early { launch.device.running() } else { Vec::new() };
+    let hasty = Mutex::new(None);
     let stop = AtomicBool::new(false);
     let first: Mutex<Option<(u32, Fault)>> = Mutex::new(None);
     let job = Job {
@@ -117,6 +125,9 @@ pub fn run(launch: &Launch<'_>, args: &[Packed], name: &'static str, body: &(dyn
         seed: launch.seed,
         operations: launch.device.operation_budget(),
         writable: &writable,
+        early,
+        ahead: &running,
+        hasty: &hasty,
         body,
         stop: &stop,
     };
@@ -141,10 +152,20 @@ pub fn run(launch: &Launch<'_>, args: &[Packed], name: &'static str, body: &(dyn
     } else {
         (0..launch.grid).into_par_iter().for_each(one);
     }
-    match first.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        Some((_, fault)) => Err(fault),
-        None => Ok(()),
+    let fault = first.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, fault)) = fault {
+        launch.device.synchronize();
+        return Err(fault);
     }
+    match hasty.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        // The next launch can start as soon as this one has.
+        Some(hasty) => running.iter_mut().for_each(|ahead| ahead.because = ahead.because.or(Some(hasty))),
+        // The next launch starts when this one has waited for all that were ahead of it.
+        None => running.clear(),
+    }
+    running.push(Running { id, kernel: name, because: None });
+    launch.device.set_running(running);
+    Ok(())
 }
 
 /// A seeded order of the blocks that needs no memory: i -> start + i * step, modulo the grid.

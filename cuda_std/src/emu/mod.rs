@@ -173,6 +173,19 @@ pub fn converge() {
     meet(Meet::Converge, Location::caller(), &[]);
 }
 
+/// Waits for the launches ahead.
+#[track_caller]
+pub fn dependency_wait() {
+    operation(Location::caller()).dependency_wait();
+}
+
+/// Lets the next launch start.
+#[track_caller]
+pub fn launch_dependents() {
+    let at = Location::caller();
+    operation(at).launch_dependents(at);
+}
+
 macro_rules! warp_operations {
     ($($(#[$doc:meta])* $name:ident($($arg:ident),+) = $meet:ident;)+) => {$(
         $(#[$doc])*

@@ -8,6 +8,7 @@
 //! whole word is written again.
 
 use super::block::At;
+use super::device::{PAGE, Running};
 use std::ops::Range;
 
 /// Warps of a block at most.
@@ -223,6 +224,18 @@ impl Shadow {
         }
     }
 
+    /// A write or an atomic that was made to `range`, which lies inside.
+    pub fn written(&self, range: Range<usize>) -> Option<Stamp> {
+        range.into_iter().find_map(|byte| {
+            let word = byte / 4;
+            let split = self.split[word / 64] >> (word % 64) & 1 != 0;
+            let cell = if split { &self.bytes[byte] } else { &self.words[word] };
+            let list = if cell.list == 0 { &[][..] } else { &self.lists.0[cell.list as usize - 1] };
+            let changes = |stamp: &&Stamp| stamp.at.is_some() && matches!(stamp.kind, Kind::Write | Kind::Atomic);
+            [&cell.write, &cell.other].into_iter().chain(list).find(changes).copied()
+        })
+    }
+
     /// An asynchronous copy to `range` (whole words) has landed: its write is `stamp`.
     pub fn land(&mut self, range: Range<usize>, stamp: Stamp) {
         for cell in &mut self.words[range.start / 4..range.end / 4] {
@@ -371,6 +384,34 @@ pub(super) struct Page {
     /// The launch whose accesses it holds.
     pub launch: u64,
     pub shadow: Shadow,
+    /// Those of launches that may still run when the present one starts.
+    past: Vec<(u64, Shadow)>,
+}
+
+impl Page {
+    pub fn new() -> Self {
+        Page { launch: 0, shadow: Shadow::new(), past: Vec::new() }
+    }
+
+    /// The accesses of `launch` follow, for which those of the launches `ahead` still matter.
+    pub fn begin(&mut self, launch: u64, ahead: &[Running]) {
+        let matters = |id: u64| ahead.iter().any(|ahead| ahead.id == id);
+        self.past.retain(|(id, _)| matters(*id));
+        if matters(self.launch) {
+            let shadow = std::mem::replace(&mut self.shadow, Shadow::new());
+            self.past.push((self.launch, shadow));
+        }
+        self.launch = launch;
+        self.shadow.clear(PAGE);
+    }
+
+    /// The accesses of a launch, if there are some.
+    pub fn of(&self, launch: u64) -> Option<&Shadow> {
+        if self.launch == launch {
+            return Some(&self.shadow);
+        }
+        self.past.iter().find(|(id, _)| *id == launch).map(|(_, shadow)| shadow)
+    }
 }
 
 #[cfg(test)]

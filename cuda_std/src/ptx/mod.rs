@@ -401,6 +401,18 @@ pub fn cp_async_wait<const PENDING: u32>() {
     unsafe { asm!("cp.async.wait_group {};", const PENDING, options(nostack)) };
 }
 
+// Both may touch any memory as far as the compiler knows, so that no access moves over them and they stay in order.
+#[inline(always)]
+pub fn dependency_wait() {
+    // SAFETY: waits for other kernels.
+    unsafe { asm!("griddepcontrol.wait;", options(nostack)) };
+}
+#[inline(always)]
+pub fn launch_dependents() {
+    // SAFETY: only lets another kernel start, which waits before it uses what this one writes.
+    unsafe { asm!("griddepcontrol.launch_dependents;", options(nostack)) };
+}
+
 /// A function that is one pure instruction.
 macro_rules! pure {
     ($($name:ident($($arg:ident: $t:ty as $class:ident),+) -> $out:ty as $out_class:ident = $text:literal;)+) => {$(

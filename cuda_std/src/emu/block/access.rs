@@ -1,11 +1,11 @@
 //! The accesses of lanes to shared and global memory, and asynchronous copies.
 
 use super::{At, Block, Copy, Unwound, WARP};
-use crate::emu::device::{PAGE, Storage};
+use crate::emu::device::{Hasty, PAGE, Running, Storage};
 use crate::emu::fault::{FaultKind, Party, Source};
-use crate::emu::shadow::{Access, Conflict, Kind, Page, Shadow, Stamp};
+use crate::emu::shadow::{Access, Conflict, Kind, Page, Stamp};
 use std::panic::resume_unwind;
-use std::sync::MutexGuard;
+use std::sync::{MutexGuard, PoisonError};
 
 impl Block {
     #[inline(always)]
@@ -126,6 +126,9 @@ impl Block {
         at: At,
         act: impl FnOnce(*mut u8) -> R,
     ) -> R {
+        if self.early && !self.lanes[self.current as usize].waited {
+            self.before_wait(storage, offset, len, kind, at);
+        }
         if kind != Kind::Write && !storage.is_written(offset, len) {
             let stamp = self.stamp(self.current, self.index, kind, at);
             self.global_conflict(Conflict::Unwritten, &stamp, storage, offset, len);
@@ -154,10 +157,10 @@ impl Block {
         let clock = self.clocks.of(stamp.warp);
         let access = Access { stamp, clock, base: 0, written_only: false };
         let mut guard = storage.page(offset);
-        let page = &mut **guard.get_or_insert_with(|| Box::new(Page { launch: 0, shadow: Shadow::new() }));
+        let page = &mut **guard.get_or_insert_with(|| Box::new(Page::new()));
         if page.launch != self.launch {
-            page.launch = self.launch;
-            page.shadow.clear(PAGE);
+            // SAFETY: belongs to the launch, which outlives its blocks.
+            page.begin(self.launch, unsafe { &*self.ahead });
         }
         let start = offset % PAGE;
         if let Err(conflict) = page.shadow.access(start..start + len, &access) {
@@ -168,6 +171,62 @@ impl Block {
             storage.set_written(offset, len);
         }
         guard
+    }
+
+    /// The running lane, which has not waited for the launches ahead, accesses bytes.
+    #[inline(never)]
+    fn before_wait(&mut self, storage: &Storage, offset: usize, len: usize, kind: Kind, at: At) {
+        let place = || {
+            let address = storage.address + offset as u64;
+            format!("{len} bytes at device address {address:#x} (byte {offset} of {})", storage.len)
+        };
+        if kind != Kind::Read {
+            let message = format!("writes {} before its wait: kernels ahead may still use them", place());
+            self.raise(FaultKind::EarlyAccess, at, None, message);
+        }
+        // SAFETY: belongs to the launch, which outlives its blocks.
+        let ahead = unsafe { &*self.ahead };
+        if ahead.is_empty() {
+            return;
+        }
+        let start = offset % PAGE;
+        let written = |running: &Running| {
+            let page = storage.page(offset);
+            page.as_ref()?.of(running.id)?.written(start..start + len)
+        };
+        // The last one that writes is the one whose data is missed.
+        let Some((running, stamp)) = ahead.iter().rev().find_map(|running| Some((running, written(running)?))) else {
+            return;
+        };
+        let mut message =
+            format!("reads {} before its wait, where kernel `{}` writes, which may still run", place(), running.kernel);
+        if let Some(Hasty { kernel, block, thread, at }) = running.because {
+            message += &format!(
+                ", because kernel `{kernel}` after it calls launch_dependents before its own wait (block {block} thread \
+                 {thread} at {})",
+                Source::from(at)
+            );
+        }
+        let other = Party { block: stamp.block, thread: stamp.thread(0), source: stamp.at.map(Source::from) };
+        self.raise(FaultKind::EarlyAccess, at, Some(other), message);
+    }
+
+    /// The running lane waits for the launches ahead, all of which have run.
+    pub fn dependency_wait(&mut self) {
+        self.lanes[self.current as usize].waited = true;
+    }
+
+    /// The running lane lets the next launch start.
+    pub fn launch_dependents(&mut self, at: At) {
+        if self.lanes[self.current as usize].waited {
+            return;
+        }
+        let this = Hasty { kernel: self.kernel, block: self.index, thread: self.current, at };
+        // SAFETY: belongs to the launch, which outlives its blocks.
+        let mut hasty = unsafe { &*self.hasty }.lock().unwrap_or_else(PoisonError::into_inner);
+        if hasty.is_none_or(|first| (this.block, this.thread) < (first.block, first.thread)) {
+            *hasty = Some(this);
+        }
     }
 
     #[cold]

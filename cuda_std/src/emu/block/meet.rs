@@ -146,6 +146,10 @@ impl Block {
     pub(super) fn exit(&mut self) {
         let (w, lane) = (self.current as usize / WARP, self.current as usize % WARP);
         let gone = self.party(self.current, None);
+        if !self.lanes[self.current as usize].waited {
+            let message = "has ended without a wait, so kernels that come are not behind those ahead".to_owned();
+            self.report(FaultKind::MissingWait, self.current, None, None, message);
+        }
         let warp = &mut self.warps[w];
         warp.alive &= !(1 << lane);
         warp.ready &= !(1 << lane);
