@@ -13,7 +13,7 @@ use cuda_std::mma::{Bf16, F16, m16n8k16};
 use cuda_std::shared::Shared;
 use cuda_std::sync::{converge, sync_named, sync_threads, sync_warp};
 use cuda_std::thread::{block_idx, lane, thread_idx, warp};
-use cuda_std::{copy, kernels, warp as lanes};
+use cuda_std::{copy, dependent, kernels, warp as lanes};
 
 /// Elements of `input` and of `output`.
 const LEN: u32 = 64;
@@ -98,6 +98,76 @@ kernels! {
     load_alias[32, 1] = |_A| load_alias_of_output;
     null_probe[32, 1] = |_A| null_input;
     paths[32, 1] = |A| arch_paths::<A>;
+}
+
+kernels! {
+    pub mod chain(constant: In<u32>, from: In<u32>, to: Out<u32>);
+    produce[64, 1] = |A| produces::<A>;
+    follow[64, 1, early] = |A| follows::<A>;
+    hasty[64, 1, early] = |A| is_hasty::<A>;
+    eager[64, 1, early] = |A| reads_early::<A>;
+    eager_copy[64, 1, early] = |A| copies_early::<A>;
+    eager_store[64, 1, early] = |A| stores_early::<A>;
+    eager_atomic[64, 1, early] = |A| atomic_early::<A>;
+    deserter[64, 1, early] = |A| deserts::<A>;
+}
+
+/// Index of the thread in the grid.
+fn of_grid() -> usize {
+    (block_idx() * 64 + thread_idx()) as usize
+}
+
+/// Not early: its writes come after it has let the next kernel start.
+fn produces<A: Arch>(constant: In<u32>, _: In<u32>, to: Out<u32>) {
+    dependent::launch_dependents::<A>();
+    let value = constant.load(of_grid());
+    to.store(of_grid(), value); // other: produce
+}
+
+fn follows<A: Arch>(constant: In<u32>, from: In<u32>, to: Out<u32>) {
+    let early = constant.load(of_grid());
+    dependent::wait::<A>();
+    dependent::launch_dependents::<A>();
+    to.store(of_grid(), early + from.load(of_grid()));
+}
+
+fn is_hasty<A: Arch>(constant: In<u32>, from: In<u32>, to: Out<u32>) {
+    let early = constant.load(of_grid());
+    dependent::launch_dependents::<A>(); // cause: hasty
+    dependent::wait::<A>();
+    to.store(of_grid(), early + from.load(of_grid()));
+}
+
+fn reads_early<A: Arch>(constant: In<u32>, from: In<u32>, to: Out<u32>) {
+    let early = from.load(of_grid()); // fault: eager
+    dependent::wait::<A>();
+    to.store(of_grid(), early + constant.load(of_grid()));
+}
+
+fn copies_early<A: Arch>(_: In<u32>, from: In<u32>, to: Out<u32>) {
+    let shared = Shared::<u32>::at(0, 64);
+    copy::async4_zfill(shared, thread_idx(), from, of_grid(), 4); // fault: eager_copy
+    copy::commit();
+    dependent::wait::<A>();
+    copy::wait::<0>();
+    to.store(of_grid(), shared.load(thread_idx()));
+}
+
+fn stores_early<A: Arch>(_: In<u32>, _: In<u32>, to: Out<u32>) {
+    to.store(of_grid(), 1); // fault: eager_store
+    dependent::wait::<A>();
+}
+
+fn atomic_early<A: Arch>(_: In<u32>, _: In<u32>, to: Out<u32>) {
+    to.atomic_or(of_grid(), 1); // fault: eager_atomic
+    dependent::wait::<A>();
+}
+
+fn deserts<A: Arch>(_: In<u32>, _: In<u32>, to: Out<u32>) {
+    if t() != 7 {
+        dependent::wait::<A>();
+        to.store(of_grid(), 1);
+    }
 }
 
 fn t() -> usize {
@@ -869,4 +939,135 @@ fn each_architecture_takes_its_paths() {
         memory.run(case::paths, 1, 0, arch).expect("correct");
         assert_eq!(memory.output.download::<u32>().expect("filled")[..32], [paths; 32]);
     }
+}
+
+/// Three buffers of two blocks' elements, launches of [`chain`] on them, and constants from the host.
+struct Chain {
+    device: Device,
+    constant: Allocation,
+    buffers: [Allocation; 4],
+    seed: u64,
+    arch: ArchId,
+}
+
+impl Chain {
+    fn new(seed: u64, arch: ArchId) -> Self {
+        let device = Device::new();
+        let constant = device.upload(&(0..128u32).collect::<Vec<_>>());
+        let buffers = std::array::from_fn(|_| device.upload(&[0u32; 128]));
+        Chain { device, constant, buffers, seed, arch }
+    }
+
+    fn run(&mut self, kernel: Kernel<chain::Family>, from: usize, to: usize) -> Result<(), Fault> {
+        let Chain { device, constant, buffers, seed, arch } = self;
+        let [from, to] = buffers.get_disjoint_mut([from, to]).expect("two buffers");
+        let args = chain::Args { constant: constant.as_ref(), from: from.as_ref(), to: to.as_mut() };
+        let launch =
+            Launch { device, grid: 2, threads: kernel.threads, shared_bytes: SHARED, arch: *arch, seed: *seed };
+        (kernel.emulate)(&launch, chain::Family::pack(args).as_slice())
+    }
+}
+
+/// Runs `last` after `first`; where kernels start early, it must be caught at its mark, else it must pass.
+fn caught_in_chain(
+    first: &[(Kernel<chain::Family>, usize, usize)],
+    last: (Kernel<chain::Family>, usize, usize),
+    kind: FaultKind,
+    mark: &str,
+    names: &[&str],
+) {
+    every_schedule(|seed, arch| {
+        let mut chain = Chain::new(seed, arch);
+        for &(kernel, from, to) in first {
+            chain.run(kernel, from, to).unwrap_or_else(|fault| panic!("seed {seed} {arch:?}: {fault}"));
+        }
+        let result = chain.run(last.0, last.1, last.2);
+        if arch == ArchId::Sm80 {
+            return result.unwrap_or_else(|fault| panic!("kernels start in turn: {fault}"));
+        }
+        let fault = result.expect_err(mark);
+        assert_eq!((fault.kind, fault.kernel), (kind, last.0.name), "{fault}");
+        if kind == FaultKind::EarlyAccess {
+            let source = fault.party.as_ref().and_then(|party| party.source.as_ref()).expect("a line");
+            assert_eq!(source.line, line(&format!("fault: {mark}")), "{fault}");
+        }
+        let text = fault.to_string();
+        for name in names {
+            assert!(text.contains(name), "no {name} in: {text}");
+        }
+    });
+}
+
+#[test]
+fn a_read_before_the_wait_of_what_the_kernel_ahead_writes() {
+    let other = format!("faults.rs:{}", line("other: produce"));
+    let names = ["`produce`", &other];
+    for (kernel, mark) in [(chain::eager, "eager"), (chain::eager_copy, "eager_copy")] {
+        caught_in_chain(&[(chain::produce, 1, 0)], (kernel, 0, 1), FaultKind::EarlyAccess, mark, &names);
+    }
+    // The reader's own output in the same page changes nothing, and neither does an early kernel that is ahead.
+    let first = [(chain::produce, 1, 0), (chain::follow, 0, 2)];
+    caught_in_chain(&first, (chain::eager, 2, 1), FaultKind::EarlyAccess, "eager", &["`follow`"]);
+}
+
+#[test]
+fn a_middle_kernel_that_lets_the_next_start_before_its_wait() {
+    let cause = format!("faults.rs:{}", line("cause: hasty"));
+    let names = ["`produce`", "`hasty`", &cause];
+    let first = [(chain::produce, 1, 0), (chain::hasty, 0, 2)];
+    caught_in_chain(&first, (chain::eager, 0, 3), FaultKind::EarlyAccess, "eager", &names);
+    // Two such kernels: three launches may run at once.
+    let first = [(chain::produce, 1, 0), (chain::hasty, 0, 2), (chain::hasty, 0, 3)];
+    caught_in_chain(&first, (chain::eager, 0, 1), FaultKind::EarlyAccess, "eager", &names);
+    // Also where the middle kernel has written the page since: the launch ahead of it may still write there.
+    let first = [(chain::produce, 1, 0), (chain::hasty, 2, 0)];
+    caught_in_chain(&first, (chain::eager, 0, 1), FaultKind::EarlyAccess, "eager", &["`hasty`"]);
+}
+
+#[test]
+fn a_write_before_the_wait() {
+    for (kernel, mark) in [(chain::eager_store, "eager_store"), (chain::eager_atomic, "eager_atomic")] {
+        caught_in_chain(&[], (kernel, 0, 1), FaultKind::EarlyAccess, mark, &["faults.rs:"]);
+        caught_in_chain(&[(chain::produce, 1, 0)], (kernel, 0, 1), FaultKind::EarlyAccess, mark, &["faults.rs:"]);
+    }
+}
+
+#[test]
+fn a_thread_that_ends_without_a_wait() {
+    caught_in_chain(&[], (chain::deserter, 0, 1), FaultKind::MissingWait, "", &["thread 7 "]);
+}
+
+#[test]
+fn chains_in_order_pass() {
+    every_schedule(|seed, arch| {
+        let mut chain = Chain::new(seed, arch);
+        let mut run = |kernel, from, to| {
+            chain.run(kernel, from, to).unwrap_or_else(|fault| panic!("seed {seed} {arch:?}: {fault}"));
+        };
+        run(chain::produce, 1, 0);
+        run(chain::follow, 0, 1);
+        // What the kernel before the last wrote is complete, since the last has waited before it let others start.
+        run(chain::eager, 0, 2);
+        run(chain::follow, 2, 3);
+        assert_eq!(chain.buffers[3].download::<u32>().unwrap(), (0..128).map(|i| 3 * i).collect::<Vec<_>>());
+        // The host has waited: everything is complete.
+        chain.run(chain::eager, 3, 0).unwrap();
+        chain.run(chain::hasty, 3, 1).unwrap();
+        chain.device.synchronize();
+        chain.run(chain::eager, 1, 2).unwrap();
+        assert_eq!(chain.buffers[2].download::<u32>().unwrap(), (0..128).map(|i| 5 * i).collect::<Vec<_>>());
+    });
+}
+
+#[test]
+fn a_kernel_that_is_not_early_completes_what_is_ahead() {
+    every_schedule(|seed, arch| {
+        let mut chain = Chain::new(seed, arch);
+        chain.run(chain::produce, 1, 0).unwrap();
+        chain.run(chain::hasty, 0, 1).unwrap();
+        chain.run(chain::produce, 1, 2).unwrap();
+        chain.run(chain::eager, 0, 3).unwrap();
+        let early = chain::KERNELS.iter().filter(|kernel| kernel.early).count();
+        assert_eq!((early, chain::KERNELS.len()), (7, 8));
+    });
 }

@@ -9,6 +9,7 @@
 //! A crate that uses `cust` must name this one in its source (a call of [`available`] will do), else rustc does not link
 //! it. On a `CUresult` print `{:?}`: cust's `Display` asks the driver for the text and panics without one.
 
+mod launch;
 mod names;
 mod trampoline;
 
@@ -16,6 +17,8 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
 use libloading::Library;
+
+pub use launch::EarlyLaunch;
 
 const SUCCESS: c_int = 0;
 

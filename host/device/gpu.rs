@@ -10,6 +10,7 @@ use cust::sys::{self, CUresult};
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 include!(concat!(env!("OUT_DIR"), "/ptx_modules.rs"));
@@ -21,6 +22,9 @@ pub struct Gpu {
     module: sys::CUmodule,
     stream: sys::CUstream,
     functions: Mutex<HashMap<&'static str, Function>>,
+    /// Launches early kernels early; none where GPU, module or driver cannot.
+    early: Option<cuda_driver::EarlyLaunch>,
+    early_allowed: AtomicBool,
     /// Keeps the primary context alive; dropped last.
     context: cust::context::Context,
 }
@@ -103,14 +107,31 @@ impl Gpu {
             let (major, minor) = properties.compute;
             Error::NoGpu(format!("{}: no kernels for compute capability {major}.{minor}", properties.name))
         });
-        let module = match ptx {
-            Some(ptx) => load_module("given", ptx)?,
-            None => embedded.and_then(|module| load_module(module.arch, module.ptx))?,
+        let (name, text) = match ptx {
+            Some(ptx) => ("given", ptx),
+            None => embedded.map(|module| (module.arch, module.ptx))?,
         };
+        let module = load_module(name, text)?;
+        // A module for an older architecture has kernels that do not wait, wherever they run.
+        let waits = properties.compute >= (9, 0) && target(text).is_some_and(|target| target >= 90);
+        let early = if waits { cuda_driver::EarlyLaunch::find() } else { None };
+        let early_allowed = AtomicBool::new(true);
         let mut stream = null_mut();
         // SAFETY: writes one handle; flag 1 is CU_STREAM_NON_BLOCKING.
         check("cuStreamCreateWithPriority", unsafe { sys::cuStreamCreateWithPriority(&mut stream, 1, 0) })?;
-        Ok(Arc::new(Gpu { properties, module, stream, functions: Mutex::default(), context }))
+        Ok(Arc::new(Gpu { properties, module, stream, functions: Mutex::default(), early, early_allowed, context }))
+    }
+
+    /// Whether kernels that are declared `early` are launched so: the GPU, the module and the driver can, and
+    /// [`Gpu::allow_early`] has not switched it off.
+    pub fn launches_early(&self) -> bool {
+        self.early.is_some() && self.early_allowed.load(Ordering::Relaxed)
+    }
+
+    /// Lets kernels that are declared `early` start before the kernel ahead has ended (as after opening), or not: to measure
+    /// what it gives. Results are the same. Counts for launches and captures from now on.
+    pub fn allow_early(&self, allowed: bool) {
+        self.early_allowed.store(allowed, Ordering::Relaxed);
     }
 
     fn enter(&self) -> Result<()> {
@@ -213,6 +234,13 @@ impl Gpu {
             .copied()
             .ok_or_else(|| Error::argument("kernel", name, "a kernel that was prepared before its first launch"))
     }
+}
+
+/// The number in `.target sm_NN`.
+fn target(ptx: &str) -> Option<u32> {
+    let line = ptx.lines().find_map(|line| line.trim_start().strip_prefix(".target"))?;
+    let number = line.trim_start().strip_prefix("sm_")?;
+    number[..number.find(|c: char| !c.is_ascii_digit()).unwrap_or(number.len())].parse().ok()
 }
 
 fn load_module(name: &str, ptx: &str) -> Result<sys::CUmodule> {
@@ -331,6 +359,24 @@ impl Device for Gpu {
             };
             pointers[i] = (&raw mut values[i]).cast();
         }
+        if let Some(early) = self.early.filter(|_| kernel.early && self.launches_early()) {
+            // SAFETY: as below.
+            let code = unsafe {
+                early.launch(
+                    function.handle.cast(),
+                    grid.blocks,
+                    kernel.threads,
+                    grid.shared_bytes,
+                    self.stream.cast(),
+                    pointers.as_mut_ptr(),
+                )
+            };
+            return if code == 0 {
+                Ok(())
+            } else {
+                Err(Error::Driver { call: "cuLaunchKernelEx", code, name: cuda_driver::error_name(code) })
+            };
+        }
         // SAFETY: the arguments are those of the kernel's declaration, of which the PTX was built; the values live through
         // the call, which copies them.
         check("cuLaunchKernel", unsafe {
@@ -397,6 +443,22 @@ impl Drop for Graph {
                 sys::cuStreamSynchronize(self.gpu.stream);
                 sys::cuGraphExecDestroy(self.executable);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{MODULES, target};
+
+    #[test]
+    fn the_target_of_a_module_is_read() {
+        assert_eq!(target("//\n.version 8.4\n.target sm_90a\n"), Some(90));
+        assert_eq!(target(".version 8.8\n.target\tsm_100f, debug"), Some(100));
+        assert_eq!(target(".version 8.4\n.target sm_89"), Some(89));
+        assert_eq!(target("nothing"), None);
+        for module in MODULES {
+            assert_eq!(target(module.ptx), Some(module.compute.0 * 10 + module.compute.1), "{}", module.arch);
         }
     }
 }
