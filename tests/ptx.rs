@@ -44,18 +44,18 @@ const REGISTER_CEILINGS: [(&str, u32); 25] = [
     ("weighted_sum_blend", 80),
 ];
 
-/// Threads and least resident blocks of a kernel.
-type Bounds = (u32, u32);
+/// Threads and least resident blocks of a kernel, and whether it may start early.
+type Bounds = (u32, u32, bool);
 /// Kernel -> kind of collective -> number.
 type Counts = BTreeMap<String, BTreeMap<String, usize>>;
 
 /// Name and bounds of each kernel. Evaluated at compile time, so that what else a [`Kernel`] refers to, the emulation of
 /// every kernel, is not compiled into this test.
 const fn bounds_of<F, const N: usize>(kernels: &[Kernel<F>]) -> [(&'static str, Bounds); N] {
-    let mut all = [("", (0, 0)); N];
+    let mut all = [("", (0, 0, false)); N];
     let mut i = 0;
     while i < N {
-        all[i] = (kernels[i].name, (kernels[i].threads, kernels[i].min_blocks));
+        all[i] = (kernels[i].name, (kernels[i].threads, kernels[i].min_blocks, kernels[i].early));
         i += 1;
     }
     all
@@ -140,13 +140,25 @@ fn structure(ptx: &str, arch: &str, declared: &BTreeMap<&str, Bounds>, expected:
             continue;
         }
         match (function.threads, function.min_blocks, declared.get(name.as_str())) {
-            (Some(threads), Some(blocks), Some(bounds)) if (threads, blocks) == *bounds => {}
+            (Some(threads), Some(blocks), Some(bounds)) if (threads, blocks) == (bounds.0, bounds.1) => {}
             (threads, blocks, bounds) => {
                 wrong.push(format!("{name}: launch bounds {threads:?}, {blocks:?}; declared {bounds:?}"))
             }
         }
         if function.collectives.contains_key("mma") && !function.collectives.contains_key(GUARD) {
             wrong.push(format!("{name}: mma without a convergence guard"));
+        }
+        // Where there is no such instruction kernels start in turn; elsewhere every thread of an early kernel must wait.
+        let early = declared.get(name.as_str()).is_some_and(|bounds| bounds.2);
+        let has_instructions = !matches!(arch, "sm_80" | "sm_89");
+        if early && has_instructions && function.dependency_waits == 0 {
+            wrong.push(format!("{name}: declared early, but without griddepcontrol.wait"));
+        }
+        if (!early || !has_instructions) && function.dependency_waits != 0 {
+            wrong.push(format!("{name}: griddepcontrol.wait in a kernel that does not start early on {arch}"));
+        }
+        if !has_instructions && function.dependent_launches != 0 {
+            wrong.push(format!("{name}: griddepcontrol.launch_dependents, which {arch} lacks"));
         }
         for (what, count) in
             [("local memory", function.local), ("generic accesses", function.generic), ("calls", function.calls)]
@@ -171,7 +183,7 @@ fn structure(ptx: &str, arch: &str, declared: &BTreeMap<&str, Bounds>, expected:
 /// What is wrong with what ptxas says.
 fn resources(found: &BTreeMap<String, Resources>, declared: &BTreeMap<&str, Bounds>) -> Vec<String> {
     let mut wrong = Vec::new();
-    for (name, (threads, blocks)) in declared {
+    for (name, (threads, blocks, _)) in declared {
         let Some(used) = found.get(*name) else {
             wrong.push(format!("{name}: not assembled"));
             continue;
@@ -348,8 +360,34 @@ fn planted_faults_in_the_text_are_found() {
 }
 
 #[test]
+fn early_kernels_wait_where_the_architecture_can() {
+    let text = |target: &str, body: &str| {
+        format!(
+            ".version 8.4\n.target {target}\n.address_size 64\n.visible .entry k()\n.reqntid 64, 1, 1\n.minnctapersm 1\n\
+             {{\n{body}\tret;\n}}\n"
+        )
+    };
+    let (wait, launch) = ("\tgriddepcontrol.wait;\n", "\tgriddepcontrol.launch_dependents;\n");
+    let both = format!("{wait}{launch}");
+    let check = |target: &str, early: bool, body: &str| {
+        structure(&text(target, body), target, &BTreeMap::from([("k", (64, 1, early))]), None)
+    };
+    for target in ["sm_90a", "sm_100f", "sm_120f"] {
+        assert_eq!(check(target, true, &both), Vec::<String>::new());
+        assert_eq!(check(target, false, launch), Vec::<String>::new());
+        assert_eq!(check(target, true, launch).len(), 1);
+        assert_eq!(check(target, false, wait).len(), 1);
+    }
+    for target in ["sm_80", "sm_89"] {
+        assert_eq!(check(target, true, ""), Vec::<String>::new());
+        assert_eq!(check(target, true, &both).len(), 2);
+        assert_eq!(check(target, false, launch).len(), 1);
+    }
+}
+
+#[test]
 fn planted_faults_in_the_resources_are_found() {
-    let declared = BTreeMap::from([("fc1_x", (256, 2))]);
+    let declared = BTreeMap::from([("fc1_x", (256, 2, false))]);
     let used = Resources { registers: 128, ..Resources::default() };
     let check = |used: Resources| resources(&BTreeMap::from([("fc1_x".to_string(), used)]), &declared);
     assert_eq!(check(used), Vec::<String>::new());
@@ -358,7 +396,7 @@ fn planted_faults_in_the_resources_are_found() {
     // Over the ceiling, and too many for two blocks.
     assert_eq!(check(Resources { registers: 129, ..used }).len(), 2);
     assert_eq!(resources(&BTreeMap::new(), &declared), ["fc1_x: not assembled"]);
-    let unknown = BTreeMap::from([("new_kernel", (32, 1))]);
+    let unknown = BTreeMap::from([("new_kernel", (32, 1, false))]);
     assert_eq!(resources(&BTreeMap::from([("new_kernel".to_string(), used)]), &unknown).len(), 1);
 }
 

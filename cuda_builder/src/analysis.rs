@@ -38,6 +38,10 @@ pub struct Function {
     pub generic: usize,
     /// Calls of device functions.
     pub calls: usize,
+    /// `griddepcontrol.wait`.
+    pub dependency_waits: usize,
+    /// `griddepcontrol.launch_dependents`.
+    pub dependent_launches: usize,
 }
 
 /// Text that is not PTX of the expected shape.
@@ -244,6 +248,8 @@ fn count(function: &mut Function, text: &str) {
     }
     function.local += usize::from(opcode.split('.').any(|part| part == "local"));
     function.generic += usize::from(is_generic_access(opcode));
+    function.dependency_waits += usize::from(opcode.trim_end_matches(';') == "griddepcontrol.wait");
+    function.dependent_launches += usize::from(opcode.trim_end_matches(';') == "griddepcontrol.launch_dependents");
     function.calls += usize::from(opcode == "call" || opcode.starts_with("call."));
 }
 

@@ -58,6 +58,8 @@
 //! | [`FaultKind::StreamOfWritable`] | [`crate::memory::In::stream_v4`] of bytes that the launch has as an output too |
 //! | [`FaultKind::DivergentWarp`] | lanes of a warp at different operations or lines, or finished while others wait |
 //! | [`FaultKind::DivergentBarrier`] | threads at different barriers (`sync_threads`: also at different lines), part of a warp at one, threads that finished, a barrier that can never be complete |
+//! | [`FaultKind::EarlyAccess`] | in an early kernel before a thread's wait ([`crate::dependent`]): writes, and reads of what a launch writes that may still run |
+//! | [`FaultKind::MissingWait`] | a thread of an early kernel that ends without having waited |
 //! | [`FaultKind::Hang`] | a block that used up its budget of operations ([`Device::set_operation_budget`]) |
 //! | [`FaultKind::Panic`] | the kernel's own panic, arithmetic overflow included where overflow checks are on |
 //! | [`FaultKind::InvalidArgument`] | barrier ids and counts, sizes of copies, launch dimensions |
@@ -75,7 +77,8 @@
 //!
 //! # What is not
 //! - Only the accesses that a run makes are judged: a branch that is not taken is not seen.
-//! - One launch at a time: launches are not checked against each other or against host copies. An output that overlaps
+//! - One launch at a time: launches are not checked against each other or against host copies, except for what early
+//!   kernels do before their wait. An output that overlaps
 //!   with another is checked as one memory.
 //! - Lanes that meet at the same line in different iterations of a loop are taken for lanes that agree, as on a GPU.
 //! - A source of an asynchronous copy that is written between issue and wait, with barriers around the write, gives the new
