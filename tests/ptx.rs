@@ -430,7 +430,7 @@ fn a_stack_frame_is_seen() {
     ret;
 }
 ";
-    let declared = BTreeMap::from([("fc1_x", (32, 1))]);
+    let declared = BTreeMap::from([("fc1_x", (32, 1, false))]);
     let wrong = resources(&ptxas.assemble(ptx, Arch::Sm80).expect("assembles"), &declared);
     assert!(wrong.len() == 1 && wrong[0].contains("stack: 256"), "{wrong:?}");
     assert_eq!(structure(ptx, "sm_80", &declared, None), ["fc1_x: local memory: 3"]);
