@@ -360,7 +360,8 @@ macro_rules! kernels {
                     $crate::arch::ArchId::Sm120 => {
                         #[allow(dead_code)]
                         type $arch = $crate::arch::Sm120;
-                        $crate::emu::run(launch, packed, stringify!($name), &move || ($body)($($arg),+))
+                        let early = EARLY && <$arch as $crate::arch::Arch>::DEPENDENT_LAUNCH;
+                        $crate::emu::run(launch, packed, stringify!($name), early, &move || ($body)($($arg),+))
                     }
                 }
             }

@@ -3,7 +3,8 @@
 
 use core::num::NonZeroUsize;
 use cuda_std::cvt::f32_to_bf16;
-use cuda_std::kernels;
+use cuda_std::arch::Arch;
+use cuda_std::{dependent, kernels};
 use cuda_std::memory::{In, Out};
 use cuda_std::thread::{block_dim, block_idx, grid_dim, thread_idx};
 
@@ -30,11 +31,21 @@ kernels! {
         /// Output width H.
         output: u32,
     );
-    combine_f32_bf16[THREADS, 4] = |_A| body;
+    combine_f32_bf16[THREADS, 4, early] = |A| body::<A>;
 }
 
 #[inline(always)]
-fn body(topk_ids: In<i32>, y: In<f32>, out: Out<u16>, tokens: u32, top_k: u32, experts: u32, output: u32) {
+fn body<A: Arch>(
+    topk_ids: In<i32>,
+    y: In<f32>,
+    out: Out<u16>,
+    tokens: u32,
+    top_k: u32,
+    experts: u32,
+    output: u32,
+) {
+    dependent::wait::<A>();
+    dependent::launch_dependents::<A>();
     let columns = if output.is_multiple_of(COLUMNS) { COLUMNS } else { 1 };
     // Dividing by a NonZero needs no check for zero, and so no panic in the kernel.
     let groups = NonZeroUsize::new((output / columns) as usize).unwrap_or(NonZeroUsize::MIN);

@@ -24,7 +24,7 @@ use cuda_std::memory::{In, Out};
 use cuda_std::mma::{Bf16, F16};
 use cuda_std::shared::Shared;
 use cuda_std::thread::{block_dim, block_idx, grid_dim, lane, thread_idx, warp};
-use cuda_std::{kernels, sync};
+use cuda_std::{dependent, kernels, sync};
 
 /// Warps of a block of FC1: partial sums of a unit.
 const SPLIT: u32 = 4;
@@ -87,12 +87,12 @@ kernels! {
         /// Clamp of gate and up; infinite for none.
         limit: f32,
     );
-    fc1_direct_bf16_bf16[32 * SPLIT, 4] = |A| fc1_body::<Bf16, Bf16, Nvfp4, A>;
-    fc1_direct_bf16_f16[32 * SPLIT, 4] = |A| fc1_body::<Bf16, F16, Nvfp4, A>;
-    fc1_direct_f16_f16[32 * SPLIT, 4] = |A| fc1_body::<F16, F16, Nvfp4, A>;
-    fc1_direct_mxfp4_bf16_bf16[32 * SPLIT, 4] = |A| fc1_body::<Bf16, Bf16, Mxfp4, A>;
-    fc1_direct_mxfp4_bf16_f16[32 * SPLIT, 4] = |A| fc1_body::<Bf16, F16, Mxfp4, A>;
-    fc1_direct_mxfp4_f16_f16[32 * SPLIT, 4] = |A| fc1_body::<F16, F16, Mxfp4, A>;
+    fc1_direct_bf16_bf16[32 * SPLIT, 4, early] = |A| fc1_body::<Bf16, Bf16, Nvfp4, A>;
+    fc1_direct_bf16_f16[32 * SPLIT, 4, early] = |A| fc1_body::<Bf16, F16, Nvfp4, A>;
+    fc1_direct_f16_f16[32 * SPLIT, 4, early] = |A| fc1_body::<F16, F16, Nvfp4, A>;
+    fc1_direct_mxfp4_bf16_bf16[32 * SPLIT, 4, early] = |A| fc1_body::<Bf16, Bf16, Mxfp4, A>;
+    fc1_direct_mxfp4_bf16_f16[32 * SPLIT, 4, early] = |A| fc1_body::<Bf16, F16, Mxfp4, A>;
+    fc1_direct_mxfp4_f16_f16[32 * SPLIT, 4, early] = |A| fc1_body::<F16, F16, Mxfp4, A>;
 }
 
 kernels! {
@@ -125,10 +125,10 @@ kernels! {
         /// Output width H.
         output: u32,
     );
-    fc2_direct_bf16[32 * WARPS, 2] = |A| fc2_body::<Bf16, Nvfp4, A>;
-    fc2_direct_f16[32 * WARPS, 2] = |A| fc2_body::<F16, Nvfp4, A>;
-    fc2_direct_mxfp4_bf16[32 * WARPS, 2] = |A| fc2_body::<Bf16, Mxfp4, A>;
-    fc2_direct_mxfp4_f16[32 * WARPS, 2] = |A| fc2_body::<F16, Mxfp4, A>;
+    fc2_direct_bf16[32 * WARPS, 2, early] = |A| fc2_body::<Bf16, Nvfp4, A>;
+    fc2_direct_f16[32 * WARPS, 2, early] = |A| fc2_body::<F16, Nvfp4, A>;
+    fc2_direct_mxfp4_bf16[32 * WARPS, 2, early] = |A| fc2_body::<Bf16, Mxfp4, A>;
+    fc2_direct_mxfp4_f16[32 * WARPS, 2, early] = |A| fc2_body::<F16, Mxfp4, A>;
 }
 
 /// The units of a block of FC1: entries are pairs.
@@ -189,6 +189,9 @@ fn fc1_body<X: Activation, T: Activation, F: Format, A: Arch>(
     factor: f32,
     limit: f32,
 ) {
+    // FC2 reads the ids before this kernel has ended: only after the wait are they complete.
+    dependent::wait::<A>();
+    dependent::launch_dependents::<A>();
     let weights = Weights { codes: w13, scales: s13, rows: 2 * intermediate, k: hidden };
     let segments = Decode::segments(warp(), SPLIT, hidden.div_ceil(SEGMENT));
     let (begin, step, count) = segments;
@@ -424,6 +427,9 @@ fn fc2_body<T: Activation, F: Format, A: Arch>(
     let row_of = |unit: Unit| h.skip(work.pair(unit) as usize * stride as usize + (t * 32) as usize);
     let mut at = [row_of(unit)];
     let mut columns = [[[0; 4]; 4]];
+    // Weights are on their way, and the ids were complete before FC1 let this kernel start; h is complete from here on.
+    dependent::wait::<A>();
+    dependent::launch_dependents::<A>();
     if work.has(unit) {
         columns = [tensor::columns(at[0])];
     }

@@ -16,13 +16,12 @@ use crate::status;
 use crate::stream::{Feed, SEGMENT, Weights, ring_bytes};
 use crate::tensor::{self, multiply, reload};
 use cuda_std::arch::Arch;
-use cuda_std::kernels;
 use cuda_std::math::{exp, max_nan, min_nan};
 use cuda_std::memory::{In, Out};
 use cuda_std::mma::{Bf16, F16};
 use cuda_std::shared::Shared;
-use cuda_std::sync;
 use cuda_std::thread::{block_idx, grid_dim, lane, warp};
+use cuda_std::{dependent, kernels, sync};
 
 /// Intermediate columns of a unit whose tile has `tiles` times 16 rows.
 pub const fn unit_columns(tiles: u32) -> u32 {
@@ -76,34 +75,34 @@ kernels! {
         /// Clamp of gate and up; infinite for none.
         limit: f32,
     );
-    fc1_seed_bf16_split1[32, WARPS_PER_SM] = |A| body::<Bf16, Nvfp4, Seed, A, 1, 1, 1>;
-    fc1_seed_bf16_split2[64, WARPS_PER_SM / 2] = |A| body::<Bf16, Nvfp4, Seed, A, 2, 1, 1>;
-    fc1_seed_bf16_split4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, Seed, A, 4, 1, 1>;
-    fc1_seed_bf16_split8[256, WARPS_PER_SM / 8] = |A| body::<Bf16, Nvfp4, Seed, A, 8, 1, 1>;
-    fc1_seed_f16_split1[32, WARPS_PER_SM] = |A| body::<F16, Nvfp4, Seed, A, 1, 1, 1>;
-    fc1_seed_f16_split2[64, WARPS_PER_SM / 2] = |A| body::<F16, Nvfp4, Seed, A, 2, 1, 1>;
-    fc1_seed_f16_split4[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, Seed, A, 4, 1, 1>;
-    fc1_seed_f16_split8[256, WARPS_PER_SM / 8] = |A| body::<F16, Nvfp4, Seed, A, 8, 1, 1>;
-    fc1_seed_mxfp4_bf16_split1[32, WARPS_PER_SM] = |A| body::<Bf16, Mxfp4, Seed, A, 1, 1, 1>;
-    fc1_seed_mxfp4_bf16_split2[64, WARPS_PER_SM / 2] = |A| body::<Bf16, Mxfp4, Seed, A, 2, 1, 1>;
-    fc1_seed_mxfp4_bf16_split4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, Seed, A, 4, 1, 1>;
-    fc1_seed_mxfp4_bf16_split8[256, WARPS_PER_SM / 8] = |A| body::<Bf16, Mxfp4, Seed, A, 8, 1, 1>;
-    fc1_seed_mxfp4_f16_split1[32, WARPS_PER_SM] = |A| body::<F16, Mxfp4, Seed, A, 1, 1, 1>;
-    fc1_seed_mxfp4_f16_split2[64, WARPS_PER_SM / 2] = |A| body::<F16, Mxfp4, Seed, A, 2, 1, 1>;
-    fc1_seed_mxfp4_f16_split4[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, Seed, A, 4, 1, 1>;
-    fc1_seed_mxfp4_f16_split8[256, WARPS_PER_SM / 8] = |A| body::<F16, Mxfp4, Seed, A, 8, 1, 1>;
-    fc1_decode_bf16_rows16[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 1>;
-    fc1_decode_bf16_rows32[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 1>;
-    fc1_decode_bf16_wide[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 2>;
-    fc1_decode_f16_rows16[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 1>;
-    fc1_decode_f16_rows32[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 1>;
-    fc1_decode_f16_wide[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 2>;
-    fc1_decode_mxfp4_bf16_rows16[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 1>;
-    fc1_decode_mxfp4_bf16_rows32[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 1>;
-    fc1_decode_mxfp4_bf16_wide[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 2>;
-    fc1_decode_mxfp4_f16_rows16[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 1>;
-    fc1_decode_mxfp4_f16_rows32[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 1>;
-    fc1_decode_mxfp4_f16_wide[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 2>;
+    fc1_seed_bf16_split1[32, WARPS_PER_SM, early] = |A| body::<Bf16, Nvfp4, Seed, A, 1, 1, 1>;
+    fc1_seed_bf16_split2[64, WARPS_PER_SM / 2, early] = |A| body::<Bf16, Nvfp4, Seed, A, 2, 1, 1>;
+    fc1_seed_bf16_split4[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Seed, A, 4, 1, 1>;
+    fc1_seed_bf16_split8[256, WARPS_PER_SM / 8, early] = |A| body::<Bf16, Nvfp4, Seed, A, 8, 1, 1>;
+    fc1_seed_f16_split1[32, WARPS_PER_SM, early] = |A| body::<F16, Nvfp4, Seed, A, 1, 1, 1>;
+    fc1_seed_f16_split2[64, WARPS_PER_SM / 2, early] = |A| body::<F16, Nvfp4, Seed, A, 2, 1, 1>;
+    fc1_seed_f16_split4[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Seed, A, 4, 1, 1>;
+    fc1_seed_f16_split8[256, WARPS_PER_SM / 8, early] = |A| body::<F16, Nvfp4, Seed, A, 8, 1, 1>;
+    fc1_seed_mxfp4_bf16_split1[32, WARPS_PER_SM, early] = |A| body::<Bf16, Mxfp4, Seed, A, 1, 1, 1>;
+    fc1_seed_mxfp4_bf16_split2[64, WARPS_PER_SM / 2, early] = |A| body::<Bf16, Mxfp4, Seed, A, 2, 1, 1>;
+    fc1_seed_mxfp4_bf16_split4[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Seed, A, 4, 1, 1>;
+    fc1_seed_mxfp4_bf16_split8[256, WARPS_PER_SM / 8, early] = |A| body::<Bf16, Mxfp4, Seed, A, 8, 1, 1>;
+    fc1_seed_mxfp4_f16_split1[32, WARPS_PER_SM, early] = |A| body::<F16, Mxfp4, Seed, A, 1, 1, 1>;
+    fc1_seed_mxfp4_f16_split2[64, WARPS_PER_SM / 2, early] = |A| body::<F16, Mxfp4, Seed, A, 2, 1, 1>;
+    fc1_seed_mxfp4_f16_split4[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Seed, A, 4, 1, 1>;
+    fc1_seed_mxfp4_f16_split8[256, WARPS_PER_SM / 8, early] = |A| body::<F16, Mxfp4, Seed, A, 8, 1, 1>;
+    fc1_decode_bf16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 1>;
+    fc1_decode_bf16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 1>;
+    fc1_decode_bf16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 2>;
+    fc1_decode_f16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 1>;
+    fc1_decode_f16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 1>;
+    fc1_decode_f16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 2>;
+    fc1_decode_mxfp4_bf16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 1>;
+    fc1_decode_mxfp4_bf16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 1>;
+    fc1_decode_mxfp4_bf16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 2>;
+    fc1_decode_mxfp4_f16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 1>;
+    fc1_decode_mxfp4_f16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 1>;
+    fc1_decode_mxfp4_f16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 2>;
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -134,6 +133,9 @@ fn body<
 ) {
     // Each part of a tile's sums is added up by a warp of its own.
     const { assert!(TILES * GROUPS <= SPLIT as usize) };
+    // FC2 reads the routing table before this kernel has ended: only after the wait is that complete.
+    dependent::wait::<A>();
+    dependent::launch_dependents::<A>();
     let weights = Weights { codes: w13, scales: s13, rows: 2 * intermediate, k: hidden };
     let segments = O::segments(warp(), SPLIT, hidden.div_ceil(SEGMENT));
     let (begin, step, count) = segments;

@@ -15,7 +15,7 @@ use cuda_std::arch::Arch;
 use cuda_std::memory::{In, Out};
 use cuda_std::mma::{Bf16, F16};
 use cuda_std::thread::{block_idx, grid_dim, lane, warp};
-use cuda_std::{kernels, warp as lanes};
+use cuda_std::{dependent, kernels, warp as lanes};
 
 /// Warps that a multiprocessor holds.
 const WARPS_PER_SM: u32 = 16;
@@ -49,28 +49,28 @@ kernels! {
         /// Output width H.
         output: u32,
     );
-    fc2_seed_bf16_warps1[32, WARPS_PER_SM] = |A| body::<Bf16, Nvfp4, Seed, A, 1, 1, 1>;
-    fc2_seed_bf16_warps2[64, WARPS_PER_SM / 2] = |A| body::<Bf16, Nvfp4, Seed, A, 2, 1, 1>;
-    fc2_seed_bf16_warps4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, Seed, A, 4, 1, 1>;
-    fc2_seed_bf16_warps8[256, WARPS_PER_SM / 8] = |A| body::<Bf16, Nvfp4, Seed, A, 8, 1, 1>;
-    fc2_seed_f16_warps1[32, WARPS_PER_SM] = |A| body::<F16, Nvfp4, Seed, A, 1, 1, 1>;
-    fc2_seed_f16_warps2[64, WARPS_PER_SM / 2] = |A| body::<F16, Nvfp4, Seed, A, 2, 1, 1>;
-    fc2_seed_f16_warps4[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, Seed, A, 4, 1, 1>;
-    fc2_seed_f16_warps8[256, WARPS_PER_SM / 8] = |A| body::<F16, Nvfp4, Seed, A, 8, 1, 1>;
-    fc2_seed_mxfp4_bf16_warps4[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, Seed, A, 4, 1, 1>;
-    fc2_seed_mxfp4_f16_warps4[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, Seed, A, 4, 1, 1>;
-    fc2_decode_bf16_rows16[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 1>;
-    fc2_decode_bf16_rows32[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 1>;
-    fc2_decode_bf16_wide[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 2>;
-    fc2_decode_f16_rows16[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 1>;
-    fc2_decode_f16_rows32[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 1>;
-    fc2_decode_f16_wide[128, WARPS_PER_SM / 4] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 2>;
-    fc2_decode_mxfp4_bf16_rows16[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 1>;
-    fc2_decode_mxfp4_bf16_rows32[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 1>;
-    fc2_decode_mxfp4_bf16_wide[128, WARPS_PER_SM / 4] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 2>;
-    fc2_decode_mxfp4_f16_rows16[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 1>;
-    fc2_decode_mxfp4_f16_rows32[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 1>;
-    fc2_decode_mxfp4_f16_wide[128, WARPS_PER_SM / 4] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 2>;
+    fc2_seed_bf16_warps1[32, WARPS_PER_SM, early] = |A| body::<Bf16, Nvfp4, Seed, A, 1, 1, 1>;
+    fc2_seed_bf16_warps2[64, WARPS_PER_SM / 2, early] = |A| body::<Bf16, Nvfp4, Seed, A, 2, 1, 1>;
+    fc2_seed_bf16_warps4[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Seed, A, 4, 1, 1>;
+    fc2_seed_bf16_warps8[256, WARPS_PER_SM / 8, early] = |A| body::<Bf16, Nvfp4, Seed, A, 8, 1, 1>;
+    fc2_seed_f16_warps1[32, WARPS_PER_SM, early] = |A| body::<F16, Nvfp4, Seed, A, 1, 1, 1>;
+    fc2_seed_f16_warps2[64, WARPS_PER_SM / 2, early] = |A| body::<F16, Nvfp4, Seed, A, 2, 1, 1>;
+    fc2_seed_f16_warps4[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Seed, A, 4, 1, 1>;
+    fc2_seed_f16_warps8[256, WARPS_PER_SM / 8, early] = |A| body::<F16, Nvfp4, Seed, A, 8, 1, 1>;
+    fc2_seed_mxfp4_bf16_warps4[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Seed, A, 4, 1, 1>;
+    fc2_seed_mxfp4_f16_warps4[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Seed, A, 4, 1, 1>;
+    fc2_decode_bf16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 1>;
+    fc2_decode_bf16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 1>;
+    fc2_decode_bf16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 2>;
+    fc2_decode_f16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 1>;
+    fc2_decode_f16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 1>;
+    fc2_decode_f16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 2>;
+    fc2_decode_mxfp4_bf16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 1>;
+    fc2_decode_mxfp4_bf16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 1>;
+    fc2_decode_mxfp4_bf16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 2>;
+    fc2_decode_mxfp4_f16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 1>;
+    fc2_decode_mxfp4_f16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 1>;
+    fc2_decode_mxfp4_f16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 2>;
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -113,14 +113,19 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
     let mut held = [[0; 3]; GROUPS];
     let mut at = [h; GROUPS];
     let mut columns = [[[0; 4]; 4]; GROUPS];
-    if work.has(unit) {
-        let mut group = 0;
-        while group < GROUPS {
-            held[group] = slot_of(unit, group as u32);
-            at[group] = row_of(held[group][2]);
-            columns[group] = tensor::columns(at[group]);
-            group += 1;
-        }
+    let mut group = 0;
+    while work.has(unit) && group < GROUPS {
+        held[group] = slot_of(unit, group as u32);
+        at[group] = row_of(held[group][2]);
+        group += 1;
+    }
+    // Weights are on their way, and the routing table was complete before FC1 let this kernel start; h is complete from here on.
+    dependent::wait::<A>();
+    dependent::launch_dependents::<A>();
+    let mut group = 0;
+    while work.has(unit) && group < GROUPS {
+        columns[group] = tensor::columns(at[group]);
+        group += 1;
     }
     while work.has(unit) {
         let next = work.next(unit);

@@ -11,12 +11,13 @@ use crate::layout::permute::row_stride;
 use crate::order::{Decode, Order, Seed};
 use crate::status;
 use core::num::NonZeroU32;
+use cuda_std::arch::Arch;
 use cuda_std::kernels;
 use cuda_std::memory::{In, Out};
 use cuda_std::mma::{Bf16, F16};
 use cuda_std::shared::Shared;
 use cuda_std::thread::{block_dim, block_idx, grid_dim, lane, thread_idx, warp};
-use cuda_std::{sync, warp as lanes};
+use cuda_std::{dependent, sync, warp as lanes};
 
 /// Threads of a block.
 pub const THREADS: u32 = 1024;
@@ -102,14 +103,14 @@ kernels! {
         /// Order of the pairs of x: [`SEED`] or [`DECODE`].
         order: u32,
     );
-    route_prep_bf16_bf16[THREADS, 1] = |_A| body::<Bf16, Bf16>;
-    route_prep_bf16_f16[THREADS, 1] = |_A| body::<Bf16, F16>;
-    route_prep_f16_f16[THREADS, 1] = |_A| body::<F16, F16>;
+    route_prep_bf16_bf16[THREADS, 1, early] = |A| body::<Bf16, Bf16, A>;
+    route_prep_bf16_f16[THREADS, 1, early] = |A| body::<Bf16, F16, A>;
+    route_prep_f16_f16[THREADS, 1, early] = |A| body::<F16, F16, A>;
 }
 
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
-fn body<X: Activation, T: Activation>(
+fn body<X: Activation, T: Activation, A: Arch>(
     topk_ids: In<i32>,
     topk_weights: In<f32>,
     alpha1: In<f32>,
@@ -130,6 +131,8 @@ fn body<X: Activation, T: Activation>(
     groups: u32,
     order: u32,
 ) {
+    dependent::wait::<A>();
+    dependent::launch_dependents::<A>();
     if block_idx() == 0 {
         let table = Table { entries, slots, alpha1, alpha2, slots_log2: 2 + groups };
         build_table(topk_ids, topk_weights, entry_count, table, status, tokens, top_k, experts, warps);
