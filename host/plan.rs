@@ -53,6 +53,8 @@ pub enum Tile {
     Rows32,
     /// 16 by 16: an expert's codes are decoded once for sixteen pairs.
     Wide,
+    /// 32 by 16.
+    Wide32,
     /// 16 by one pair, straight from the ids: two kernels instead of four, for at most [`DIRECT_TOKENS`] tokens.
     Direct,
 }
@@ -62,7 +64,7 @@ pub const DIRECT_TOKENS: usize = 4;
 
 impl Tile {
     /// The tiles of an expert's pairs.
-    pub const OF_EXPERTS: [Tile; 3] = [Tile::Rows16, Tile::Rows32, Tile::Wide];
+    pub const OF_EXPERTS: [Tile; 4] = [Tile::Rows16, Tile::Rows32, Tile::Wide, Tile::Wide32];
 
     /// Its name in small letters.
     pub const fn name(self) -> &'static str {
@@ -70,18 +72,19 @@ impl Tile {
             Tile::Rows16 => "rows16",
             Tile::Rows32 => "rows32",
             Tile::Wide => "wide",
+            Tile::Wide32 => "wide32",
             Tile::Direct => "direct",
         }
     }
 
     /// Multiples of 16 rows.
     const fn tiles(self) -> u32 {
-        if matches!(self, Tile::Rows32) { 2 } else { 1 }
+        if matches!(self, Tile::Rows32 | Tile::Wide32) { 2 } else { 1 }
     }
 
     /// Multiples of 8 pairs.
     const fn groups(self) -> u32 {
-        if matches!(self, Tile::Wide) { 2 } else { 1 }
+        if matches!(self, Tile::Wide | Tile::Wide32) { 2 } else { 1 }
     }
 }
 
@@ -128,9 +131,9 @@ impl Variant {
 pub const VARIANTS: [Variant; 5] = [
     Variant::tiles(Tile::Rows16, Tile::Rows16),
     Variant::tiles(Tile::Rows16, Tile::Rows32),
-    Variant::tiles(Tile::Rows32, Tile::Rows16),
     Variant::tiles(Tile::Rows32, Tile::Rows32),
     Variant::tiles(Tile::Wide, Tile::Wide),
+    Variant::tiles(Tile::Wide32, Tile::Wide32),
 ];
 
 /// Every variant of a layer with these options for `tokens` tokens.
@@ -431,6 +434,7 @@ impl Plan {
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Rows16 | Tile::Direct) => fc1_decode_bf16_rows16,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Rows32) => fc1_decode_bf16_rows32,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Wide) => fc1_decode_bf16_wide,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Wide32) => fc1_decode_bf16_wide32,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { split: Split::S1 }, _) => fc1_seed_f16_split1,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { split: Split::S2 }, _) => fc1_seed_f16_split2,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { split: Split::S4 }, _) => fc1_seed_f16_split4,
@@ -438,6 +442,7 @@ impl Plan {
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Rows16 | Tile::Direct) => fc1_decode_f16_rows16,
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Rows32) => fc1_decode_f16_rows32,
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Wide) => fc1_decode_f16_wide,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Wide32) => fc1_decode_f16_wide32,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S1 }, _) => fc1_seed_mxfp4_bf16_split1,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S2 }, _) => fc1_seed_mxfp4_bf16_split2,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S4 }, _) => fc1_seed_mxfp4_bf16_split4,
@@ -445,6 +450,7 @@ impl Plan {
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Rows16 | Tile::Direct) => fc1_decode_mxfp4_bf16_rows16,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Rows32) => fc1_decode_mxfp4_bf16_rows32,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Wide) => fc1_decode_mxfp4_bf16_wide,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Wide32) => fc1_decode_mxfp4_bf16_wide32,
             (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S1 }, _) => fc1_seed_mxfp4_f16_split1,
             (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S2 }, _) => fc1_seed_mxfp4_f16_split2,
             (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S4 }, _) => fc1_seed_mxfp4_f16_split4,
@@ -452,6 +458,7 @@ impl Plan {
             (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Rows16 | Tile::Direct) => fc1_decode_mxfp4_f16_rows16,
             (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Rows32) => fc1_decode_mxfp4_f16_rows32,
             (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Wide) => fc1_decode_mxfp4_f16_wide,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Wide32) => fc1_decode_mxfp4_f16_wide32,
         }
     }
 
@@ -466,6 +473,7 @@ impl Plan {
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => fc2_decode_bf16_rows16,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Rows32) => fc2_decode_bf16_rows32,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Wide) => fc2_decode_bf16_wide,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Wide32) => fc2_decode_bf16_wide32,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W1, _) => fc2_seed_f16_warps1,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W2, _) => fc2_seed_f16_warps2,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W4, _) => fc2_seed_f16_warps4,
@@ -473,14 +481,17 @@ impl Plan {
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => fc2_decode_f16_rows16,
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Rows32) => fc2_decode_f16_rows32,
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Wide) => fc2_decode_f16_wide,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Wide32) => fc2_decode_f16_wide32,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { .. }, ..) => fc2_seed_mxfp4_bf16_warps4,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => fc2_decode_mxfp4_bf16_rows16,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Rows32) => fc2_decode_mxfp4_bf16_rows32,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Wide) => fc2_decode_mxfp4_bf16_wide,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Wide32) => fc2_decode_mxfp4_bf16_wide32,
             (WeightFormat::Mxfp4, Activation::F16, Order::Seed { .. }, ..) => fc2_seed_mxfp4_f16_warps4,
             (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => fc2_decode_mxfp4_f16_rows16,
             (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Rows32) => fc2_decode_mxfp4_f16_rows32,
             (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Wide) => fc2_decode_mxfp4_f16_wide,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Wide32) => fc2_decode_mxfp4_f16_wide32,
         }
     }
 

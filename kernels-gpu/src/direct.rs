@@ -450,7 +450,7 @@ fn fc2_body<T: Activation, F: Format, A: Arch>(
                 feed.wait();
                 let chunk = feed.read::<0>();
                 let second = [at[0].skip(SEGMENT as usize / 2)];
-                multiply::<T, F, Decode, A, 1, 1>(&chunk, &mut columns, |x, w| reload(x, second, w), &mut sums);
+                multiply::<T, F, Decode, A, 1, 1>(&chunk, &mut columns, |x, w| reload(x, second, w, true), &mut sums);
                 let chunk = feed.read::<1>();
                 feed.refill();
                 if left > 0 {
@@ -458,7 +458,7 @@ fn fc2_body<T: Activation, F: Format, A: Arch>(
                 } else if more {
                     at = [row_of(next)];
                 }
-                multiply::<T, F, Decode, A, 1, 1>(&chunk, &mut columns, |x, w| reload(x, at, w), &mut sums);
+                multiply::<T, F, Decode, A, 1, 1>(&chunk, &mut columns, |x, w| reload(x, at, w, true), &mut sums);
             }
             // Every column is the same pair.
             if t == 0 {

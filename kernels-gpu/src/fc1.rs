@@ -94,15 +94,19 @@ kernels! {
     fc1_decode_bf16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 1>;
     fc1_decode_bf16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 1>;
     fc1_decode_bf16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 2>;
+    fc1_decode_bf16_wide32[128, 3, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 2>;
     fc1_decode_f16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 1>;
     fc1_decode_f16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 1>;
     fc1_decode_f16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 2>;
+    fc1_decode_f16_wide32[128, 3, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 2>;
     fc1_decode_mxfp4_bf16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 1>;
     fc1_decode_mxfp4_bf16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 1>;
     fc1_decode_mxfp4_bf16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 2>;
+    fc1_decode_mxfp4_bf16_wide32[128, 3, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 2>;
     fc1_decode_mxfp4_f16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 1>;
     fc1_decode_mxfp4_f16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 1>;
     fc1_decode_mxfp4_f16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 2>;
+    fc1_decode_mxfp4_f16_wide32[128, 3, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 2>;
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -157,6 +161,8 @@ fn body<
     let mut tokens = [0; GROUPS];
     let mut at = [x; GROUPS];
     let mut columns = [[[0; 4]; 4]; GROUPS];
+    // Whether the second eight columns hold pairs.
+    let mut used = GROUPS > 1 && work.has(unit) && work.count(unit) > GROUP;
     if work.has(unit) && count > 0 {
         let mut group = 0;
         while group < GROUPS {
@@ -184,9 +190,12 @@ fn body<
             feed.wait();
             let chunk = feed.read::<0>();
             let second = at.map(|row| row.skip(SEGMENT as usize / 2));
-            multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, second, w), &mut sums);
+            multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, second, w, used), &mut sums);
             let chunk = feed.read::<1>();
             feed.refill();
+            if left == 0 && more {
+                used = GROUPS > 1 && work.count(next) > GROUP;
+            }
             let mut group = 0;
             while group < GROUPS {
                 if left > 0 {
@@ -196,7 +205,7 @@ fn body<
                 }
                 group += 1;
             }
-            multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, at, w), &mut sums);
+            multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, at, w, used), &mut sums);
         }
 
         // Two sets of partial sums and reducing warps that move on: one barrier a unit.
@@ -271,6 +280,14 @@ struct Fc1 {
     entries: In<u32>,
     unit_columns: u32,
     intermediate: u32,
+}
+
+impl Fc1 {
+    /// Pairs of a unit.
+    #[inline(always)]
+    fn count(&self, unit: Unit) -> u32 {
+        self.entries.load((unit.entry * RECORD_WORDS) as usize + 1)
+    }
 }
 
 impl Work for Fc1 {

@@ -62,15 +62,19 @@ kernels! {
     fc2_decode_bf16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 1>;
     fc2_decode_bf16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 1>;
     fc2_decode_bf16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 2>;
+    fc2_decode_bf16_wide32[128, 3, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 2>;
     fc2_decode_f16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 1>;
     fc2_decode_f16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 1>;
     fc2_decode_f16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 2>;
+    fc2_decode_f16_wide32[128, 3, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 2>;
     fc2_decode_mxfp4_bf16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 1>;
     fc2_decode_mxfp4_bf16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 1>;
     fc2_decode_mxfp4_bf16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 2>;
+    fc2_decode_mxfp4_bf16_wide32[128, 3, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 2>;
     fc2_decode_mxfp4_f16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 1>;
     fc2_decode_mxfp4_f16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 1>;
     fc2_decode_mxfp4_f16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 2>;
+    fc2_decode_mxfp4_f16_wide32[128, 3, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 2>;
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -113,6 +117,8 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
     let mut held = [[0; 3]; GROUPS];
     let mut at = [h; GROUPS];
     let mut columns = [[[0; 4]; 4]; GROUPS];
+    // Whether the second eight columns hold pairs.
+    let mut used = GROUPS > 1 && work.has(unit) && work.count(unit) > GROUP;
     let mut group = 0;
     while work.has(unit) && group < GROUPS {
         held[group] = slot_of(unit, group as u32);
@@ -146,9 +152,12 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
             feed.wait();
             let chunk = feed.read::<0>();
             let second = at.map(|row| row.skip(SEGMENT as usize / 2));
-            multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, second, w), &mut sums);
+            multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, second, w, used), &mut sums);
             let chunk = feed.read::<1>();
             feed.refill();
+            if left == 0 && more {
+                used = GROUPS > 1 && work.count(next) > GROUP;
+            }
             let mut group = 0;
             while group < GROUPS {
                 if left > 0 {
@@ -158,7 +167,7 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
                 }
                 group += 1;
             }
-            multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, at, w), &mut sums);
+            multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, at, w, used), &mut sums);
         }
 
         let (row, step) = tile_rows(unit.tile, g % 4, unit_rows, output);
@@ -211,6 +220,14 @@ struct Fc2 {
     entries: In<u32>,
     unit_rows: u32,
     output: u32,
+}
+
+impl Fc2 {
+    /// Pairs of a unit.
+    #[inline(always)]
+    fn count(&self, unit: Unit) -> u32 {
+        self.entries.load((unit.entry * RECORD_WORDS) as usize + 1)
+    }
 }
 
 impl Work for Fc2 {

@@ -19,12 +19,14 @@ pub fn columns(x: In<u16>) -> Columns {
     [x.fetch_v4(0), x.fetch_v4(8), x.fetch_v4(16), x.fetch_v4(24)]
 }
 
-/// Replaces word `w` of the activations by that of the chunk at `at`.
+/// Replaces word `w` of the activations by that of the chunk at `at`; of the second eight columns only where they are `used`.
 #[inline(always)]
-pub fn reload<const GROUPS: usize>(x: &mut [Columns; GROUPS], at: [In<u16>; GROUPS], w: usize) {
+pub fn reload<const GROUPS: usize>(x: &mut [Columns; GROUPS], at: [In<u16>; GROUPS], w: usize, used: bool) {
     let mut group = 0;
     while group < GROUPS {
-        x[group][w] = at[group].fetch_v4(w * 8);
+        if group == 0 || used {
+            x[group][w] = at[group].fetch_v4(w * 8);
+        }
         group += 1;
     }
 }

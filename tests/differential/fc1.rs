@@ -46,6 +46,7 @@ fn run(case: &Case, route: &Route, tile: Tile, device: &DeviceHandle, blocks: u3
         Tile::Rows16 | Tile::Direct => (1, 1),
         Tile::Rows32 => (2, 1),
         Tile::Wide => (1, 2),
+        Tile::Wide32 => (2, 2),
     };
     let (x, _) = convert_x(&case.inputs(), &case.shape, activation, route).unwrap();
     let table = Table::new(device, case, route, groups as usize, seed);
@@ -189,7 +190,7 @@ fn biases_and_gatings_with_nvfp4() {
             case.add_biases(turn as u64);
         }
         let activation = [Activation::Bf16, Activation::F16][turn / 12];
-        let (order, tile) = orders().nth(turn % 7).unwrap();
+        let (order, tile) = orders().nth(turn % 8).unwrap();
         case.options = LayerOptions { activation, order, gating: GATINGS[turn % 5], ..case.options };
         check(&case, tile, &any_emulator(turn), 1 + turn as u32 % 7, turn as u64);
         gpu().iter().for_each(|gpu| check(&case, tile, gpu, 1 + turn as u32 * 37 % 500, turn as u64));
