@@ -166,8 +166,8 @@ impl Place {
 
 /// A scale, and what divides by it.
 #[derive(Clone, Copy)]
-struct Scale {
-    value: f32,
+pub(crate) struct Scale {
+    pub value: f32,
     negated_reciprocal: f32,
     divisor: f32,
 }
@@ -178,7 +178,7 @@ impl Scale {
     /// 1/448 is the sum of two f32 within 2^-56, so the fused sum is the correctly rounded quotient: sevenths lie no nearer to the
     /// middle between two f32 than 1/14 of their distance. Both parts are positive, which keeps an infinity.
     #[inline(always)]
-    fn of(amax: f32) -> Self {
+    pub fn of(amax: f32) -> Self {
         const HIGH: f32 = f32::from_bits(0x3B12_4924);
         const LOW: f32 = ((1.0 - 448.0 * HIGH as f64) / 448.0) as f32;
         const { assert!(LOW > 0.0 && LOW < 2e-10) };
@@ -198,7 +198,7 @@ impl Scale {
     /// operations commute with powers of two, and only the exponents' difference remains, of which 20 values matter: below,
     /// every code is ±0. The tests go through all combinations. A zero keeps its sign, since its remainder is +0 and enters negated.
     #[inline(always)]
-    fn divide(self, negated: f32) -> f32 {
+    pub fn divide(self, negated: f32) -> f32 {
         let product = negated * self.negated_reciprocal;
         let excess = fma(product, self.divisor, negated);
         fma(excess, self.negated_reciprocal, product)

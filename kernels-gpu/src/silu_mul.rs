@@ -237,6 +237,12 @@ struct Gating<S> {
     limit: f32,
 }
 
+/// silu of the gate with these bf16 bits, after the clamp, times `up`; not rounded.
+#[inline(always)]
+pub(crate) fn clamped_silu(gate: u16, up: f32, limit: f32) -> f32 {
+    Gating { sigmoid: Computed, alpha: 1.0, limit }.activate::<SILU_CLAMPED>(gate as u32, up)
+}
+
 impl<S: Sigmoid> Gating<S> {
     /// The activation of the gate with these bits (higher ones are ignored), not rounded.
     #[inline(always)]

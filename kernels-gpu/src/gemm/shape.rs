@@ -2,13 +2,14 @@
 
 use super::operand::{Left, Right};
 use super::tiles::Item;
-use crate::quant::GROUP;
+use crate::quant::{GROUP, Scale};
+use crate::silu_mul::clamped_silu;
 use cuda_std::arch::Arch;
 use cuda_std::memory::{In, Out};
 use cuda_std::mma;
 use cuda_std::shared::Shared;
 use cuda_std::thread::{lane, warp};
-use cuda_std::{cvt, math, sync, warp as lanes};
+use cuda_std::{cvt, sync, warp as lanes};
 
 /// A tile and the warps that share it: `WM` by `WN` warps, each with `TM` times 16 rows and `TN` times 16 columns, and a ring of
 /// `STAGES` stages, which come in pairs. If `PAIRED`, the first half of a warp's columns belongs to the first product and the second half to the second.
@@ -34,14 +35,6 @@ pub struct Output {
     pub out: Out<u16>,
     /// Columns.
     pub n: u32,
-}
-
-/// `(g · sigmoid(g)) · u` after the clamp.
-#[inline(always)]
-fn silu(g: f32, u: f32, limit: f32) -> f32 {
-    let g = math::min_nan(g, limit);
-    let u = math::min_nan(math::max_nan(u, -limit), limit);
-    (g * math::sigmoid(g)) * u
 }
 
 /// Where the output of two joined products goes.
@@ -290,7 +283,8 @@ impl<const WM: u32, const WN: u32, const TM: usize, const TN: usize, const STAGE
                 let mut half = 0;
                 while half < 2 {
                     let (gate, up) = (sums[i][j][half], sums[i][j + TN / 2][half]);
-                    let joined = [0, 1, 2, 3].map(|r| bf16(silu(bf16(gate[r]), bf16(up[r]), limit)));
+                    let joined =
+                        [0, 1, 2, 3].map(|r| bf16(clamped_silu(cvt::f32_to_bf16(gate[r]), bf16(up[r]), limit)));
                     sums[i][j][half] = joined;
                     // f32::max drops a NaN. Columns past the end are 0.
                     upper = upper.max(joined[0].abs()).max(joined[1].abs());
@@ -323,11 +317,10 @@ impl<const WM: u32, const WN: u32, const TM: usize, const TN: usize, const STAGE
                         amax = amax.max(largest.load(row * WN + w));
                         w += 1;
                     }
-                    let quotient = amax / 448.0;
-                    let scale = if quotient < 1e-12 { 1e-12 } else { quotient };
+                    let scale = Scale::of(amax);
                     let to = (item.first + row) as usize;
                     if row < item.rows && t == 0 && warp() % WN == 0 {
-                        scales.store(to * groups + item.column as usize, scale);
+                        scales.store(to * groups + item.column as usize, scale.value);
                     }
                     let mut j = 0;
                     while j < TN / 2 {
@@ -336,7 +329,8 @@ impl<const WM: u32, const WN: u32, const TM: usize, const TN: usize, const STAGE
                             let column =
                                 item.column * Self::COLUMNS + warp_column + j as u32 * 16 + half as u32 * 8 + 2 * t;
                             let value = sums[i][j][half];
-                            let pair = cvt::f32x2_to_e4m3x2::<A>(value[$r] / scale, value[$r + 1] / scale);
+                            let pair =
+                                cvt::f32x2_to_e4m3x2::<A>(scale.divide(-value[$r]), scale.divide(-value[$r + 1]));
                             // Two lanes' columns make a word.
                             let other = lanes::shfl_xor(pair as u32, 1);
                             let at = to * n as usize + column as usize;
