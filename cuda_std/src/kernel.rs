@@ -256,20 +256,21 @@ mod host {
 /// makes `double::Args { x, y, n }`, `double::KERNELS` and a constant `double::double_f32`. In brackets: threads of a block
 /// and blocks a multiprocessor must hold, then `early` for a kernel that may start before the one ahead of it has ended
 /// (`[128, 4, early]`, see [`crate::dependent`]). The body is a function (or closure) of the parameters; `A` names the
-/// [`crate::arch::Arch`] that is compiled for or emulated.
+/// [`crate::arch::Arch`] that is compiled for or emulated. With `|A, Params|` it is a function of `double::Params { x, y, n }`, which
+/// saves naming many parameters again.
 #[macro_export]
 macro_rules! kernels {
     (
         $(#[$doc:meta])*
         pub mod $family:ident $params:tt;
-        $($name:ident[$threads:expr, $min_blocks:expr $(, $early:ident)?] = |$arch:ident| $body:expr;)+
+        $($name:ident[$threads:expr, $min_blocks:expr $(, $early:ident)?] = |$arch:ident $(, $whole:ident)?| $body:expr;)+
     ) => {
         $(#[$doc])*
         #[allow(non_upper_case_globals)]
         pub mod $family {
             use super::*;
             $crate::kernels!(@family $family $params);
-            $($crate::kernels!(@kernel $name [$threads, $min_blocks $(, $early)?] $arch ($body) $params);)+
+            $($crate::kernels!(@kernel $name [$threads, $min_blocks $(, $early)?] $arch ($($whole)?) ($body) $params);)+
 
             /// Every kernel of the family.
             #[cfg(not(target_arch = "nvptx64"))]
@@ -277,6 +278,13 @@ macro_rules! kernels {
         }
     };
     (@family $family:ident ($($(#[$doc:meta])* $arg:ident: $ty:ty),+ $(,)?)) => {
+        /// What a kernel gets.
+        #[allow(missing_debug_implementations)]
+        #[derive(Clone, Copy)]
+        pub struct Params {
+            $($(#[$doc])* pub $arg: $ty,)+
+        }
+
         /// What the host passes.
         #[cfg(not(target_arch = "nvptx64"))]
         #[derive(Clone, Copy, Debug)]
@@ -300,7 +308,10 @@ macro_rules! kernels {
     };
     (@early) => { false };
     (@early early) => { true };
-    (@kernel $name:ident [$threads:expr, $min_blocks:expr $(, $early:ident)?] $arch:ident ($body:expr)
+    // Parameters one by one, or all of them.
+    (@call ($body:expr) () ($($arg:ident: $value:expr),+)) => { ($body)($($value),+) };
+    (@call ($body:expr) ($whole:ident) ($($arg:ident: $value:expr),+)) => { ($body)($whole { $($arg: $value),+ }) };
+    (@kernel $name:ident [$threads:expr, $min_blocks:expr $(, $early:ident)?] $arch:ident $whole:tt ($body:expr)
         ($($(#[$doc:meta])* $arg:ident: $ty:ty),+ $(,)?)) => {
         /// Launch bounds, which the build moves into the entry point's directives.
         #[cfg(target_arch = "nvptx64")]
@@ -321,7 +332,9 @@ macro_rules! kernels {
             #[allow(dead_code)]
             type $arch = $crate::arch::Target;
             // SAFETY: the launcher checked every buffer against the family's contract.
-            unsafe { ($body)($(<$ty as $crate::kernel::Param>::from_abi($arg)),+) }
+            unsafe {
+                $crate::kernels!(@call ($body) $whole ($($arg: <$ty as $crate::kernel::Param>::from_abi($arg)),+))
+            }
         }
 
         /// One kernel of the family.
@@ -343,25 +356,29 @@ macro_rules! kernels {
                         #[allow(dead_code)]
                         type $arch = $crate::arch::Sm80;
                         let early = EARLY && <$arch as $crate::arch::Arch>::DEPENDENT_LAUNCH;
-                        $crate::emu::run(launch, packed, stringify!($name), early, &move || ($body)($($arg),+))
+                        let body = move || $crate::kernels!(@call ($body) $whole ($($arg: $arg),+));
+                        $crate::emu::run(launch, packed, stringify!($name), early, &body)
                     }
                     $crate::arch::ArchId::Sm90 => {
                         #[allow(dead_code)]
                         type $arch = $crate::arch::Sm90;
                         let early = EARLY && <$arch as $crate::arch::Arch>::DEPENDENT_LAUNCH;
-                        $crate::emu::run(launch, packed, stringify!($name), early, &move || ($body)($($arg),+))
+                        let body = move || $crate::kernels!(@call ($body) $whole ($($arg: $arg),+));
+                        $crate::emu::run(launch, packed, stringify!($name), early, &body)
                     }
                     $crate::arch::ArchId::Sm100 => {
                         #[allow(dead_code)]
                         type $arch = $crate::arch::Sm100;
                         let early = EARLY && <$arch as $crate::arch::Arch>::DEPENDENT_LAUNCH;
-                        $crate::emu::run(launch, packed, stringify!($name), early, &move || ($body)($($arg),+))
+                        let body = move || $crate::kernels!(@call ($body) $whole ($($arg: $arg),+));
+                        $crate::emu::run(launch, packed, stringify!($name), early, &body)
                     }
                     $crate::arch::ArchId::Sm120 => {
                         #[allow(dead_code)]
                         type $arch = $crate::arch::Sm120;
                         let early = EARLY && <$arch as $crate::arch::Arch>::DEPENDENT_LAUNCH;
-                        $crate::emu::run(launch, packed, stringify!($name), early, &move || ($body)($($arg),+))
+                        let body = move || $crate::kernels!(@call ($body) $whole ($($arg: $arg),+));
+                        $crate::emu::run(launch, packed, stringify!($name), early, &body)
                     }
                 }
             }

@@ -91,12 +91,12 @@ kernels! {
         /// Items that the work-list has room for.
         capacity: u32,
     );
-    moe_w8a8_grouped_gemm_pm4[Pm4::THREADS, 1] = |A| w8a8_body::<A, E4m3, Pm4, true>;
-    moe_w8a8_grouped_gemm_e4m3_gu[GateUp::THREADS, 1] = |A| w8a8_body::<A, E4m3, GateUp, true>;
-    moe_w8a8_grouped_gemm_e4m3_dn[Down::THREADS, 2] = |A| w8a8_body::<A, E4m3, Down, true>;
-    moe_w8a8_grouped_gemm_listed_narrow[Down::THREADS, 2] = |A| w8a8_body::<A, E4m3, Down, false>;
-    moe_w8a8_grouped_gemm_e4m3_native[Down::THREADS, 2] = |A| w8a8_body::<A, E4m3Native, Down, true>;
-    moe_w8a8_grouped_gemm_e4m3_native_narrow[Down::THREADS, 2] = |A| w8a8_body::<A, E4m3Native, Down, false>;
+    moe_w8a8_grouped_gemm_pm4[Pm4::THREADS, 1] = |A, Params| w8a8_body::<A, E4m3, Pm4, true>;
+    moe_w8a8_grouped_gemm_e4m3_gu[GateUp::THREADS, 1] = |A, Params| w8a8_body::<A, E4m3, GateUp, true>;
+    moe_w8a8_grouped_gemm_e4m3_dn[Down::THREADS, 2] = |A, Params| w8a8_body::<A, E4m3, Down, true>;
+    moe_w8a8_grouped_gemm_listed_narrow[Down::THREADS, 2] = |A, Params| w8a8_body::<A, E4m3, Down, false>;
+    moe_w8a8_grouped_gemm_e4m3_native[Down::THREADS, 2] = |A, Params| w8a8_body::<A, E4m3Native, Down, true>;
+    moe_w8a8_grouped_gemm_e4m3_native_narrow[Down::THREADS, 2] = |A, Params| w8a8_body::<A, E4m3Native, Down, false>;
 }
 
 kernels! {
@@ -129,8 +129,8 @@ kernels! {
         /// Row tiles of each expert that have a block.
         max_m_tiles: u32,
     );
-    moe_w8a8_grouped_gemm[Dense::THREADS, 2] = |A| dense_body::<A, true>;
-    moe_w8a8_grouped_gemm_narrow[Dense::THREADS, 2] = |A| dense_body::<A, false>;
+    moe_w8a8_grouped_gemm[Dense::THREADS, 2] = |A, Params| dense_body::<A, true>;
+    moe_w8a8_grouped_gemm_narrow[Dense::THREADS, 2] = |A, Params| dense_body::<A, false>;
 }
 
 kernels! {
@@ -163,8 +163,8 @@ kernels! {
         /// Items that the work-list has room for.
         capacity: u32,
     );
-    moe_fp8_grouped_gemm[Fp8::THREADS, 1] = |A| fp8_body::<A, true>;
-    moe_fp8_grouped_gemm_narrow[Fp8::THREADS, 1] = |A| fp8_body::<A, false>;
+    moe_fp8_grouped_gemm[Fp8::THREADS, 1] = |A, Params| fp8_body::<A, true>;
+    moe_fp8_grouped_gemm_narrow[Fp8::THREADS, 1] = |A, Params| fp8_body::<A, false>;
 }
 
 kernels! {
@@ -195,8 +195,8 @@ kernels! {
         /// Items that the work-list has room for.
         capacity: u32,
     );
-    moe_bf16_grouped_gemm[Bf16::THREADS, 1] = |A| bf16_body::<A, true>;
-    moe_bf16_grouped_gemm_narrow[Bf16::THREADS, 1] = |A| bf16_body::<A, false>;
+    moe_bf16_grouped_gemm[Bf16::THREADS, 1] = |A, Params| bf16_body::<A, true>;
+    moe_bf16_grouped_gemm_narrow[Bf16::THREADS, 1] = |A, Params| bf16_body::<A, false>;
 }
 
 kernels! {
@@ -238,9 +238,9 @@ kernels! {
         /// Items that the work-list has room for.
         capacity: u32,
     );
-    moe_w8a8_gateup_silu_e4m3_w1[Paired1::THREADS, 1] = |A| gateup_silu_body::<A, Paired1, true>;
-    moe_w8a8_gateup_silu_e4m3_w1_narrow[Paired1::THREADS, 1] = |A| gateup_silu_body::<A, Paired1, false>;
-    moe_w8a8_gateup_silu_e4m3_w2[Paired2::THREADS, 2] = |A| gateup_silu_body::<A, Paired2, true>;
+    moe_w8a8_gateup_silu_e4m3_w1[Paired1::THREADS, 1] = |A, Params| gateup_silu_body::<A, Paired1, true>;
+    moe_w8a8_gateup_silu_e4m3_w1_narrow[Paired1::THREADS, 1] = |A, Params| gateup_silu_body::<A, Paired1, false>;
+    moe_w8a8_gateup_silu_e4m3_w2[Paired2::THREADS, 2] = |A, Params| gateup_silu_body::<A, Paired2, true>;
 }
 
 /// Bytes of shared memory of a gateup_silu kernel with tile `T`: the ring, and a value for each row and warp.
@@ -251,31 +251,13 @@ pub const fn gateup_silu_shared_bytes<T: Shape>() -> u32 {
 /// Warps along the columns of a gateup_silu tile.
 const LARGEST: u32 = 4;
 
-#[allow(clippy::too_many_arguments)]
 #[inline(always)]
-fn gateup_silu_body<A: Arch, T: Shape, const ALIGNED: bool>(
-    worklist: In<u32>,
-    total: In<u32>,
-    a: In<u8>,
-    a_scale: In<f32>,
-    sorted_token_ids: In<i32>,
-    gate: In<u64>,
-    gate_scales: In<u64>,
-    up: In<u64>,
-    up_scales: In<u64>,
-    out: Out<u8>,
-    out_scale: Out<f32>,
-    n: u32,
-    k: u32,
-    limit: f32,
-    a_rows: u32,
-    rows: u32,
-    capacity: u32,
-) {
-    let problem = Problem::<E4m3, E4m3>::new(a, a_scale, sorted_token_ids, gate, gate_scales, n, k, a_rows)
-        .with_second(up, up_scales);
-    let source = Listed { worklist, total: total.load(0).min(capacity), rows };
-    let output = Joined { codes: out, scales: out_scale, n, limit };
+fn gateup_silu_body<A: Arch, T: Shape, const ALIGNED: bool>(p: gateup_silu::Params) {
+    let problem =
+        Problem::<E4m3, E4m3>::new(p.a, p.a_scale, p.sorted_token_ids, p.gate, p.gate_scales, p.n, p.k, p.a_rows)
+            .with_second(p.up, p.up_scales);
+    let source = Listed::new(p.worklist, p.total, p.capacity, p.rows);
+    let output = Joined { codes: p.out, scales: p.out_scale, n: p.n, limit: p.limit };
     let largest = Shared::<f32>::at(Ring::<E4m3, E4m3, T>::BYTES, T::ROWS * LARGEST);
     run::<A, E4m3, E4m3, T, _, 64, ALIGNED>(problem, source, |sums, item| T::join::<A>(sums, output, largest, item));
 }
@@ -287,6 +269,14 @@ struct Listed {
     total: u32,
     /// Rows of the output: none beyond are worked on.
     rows: u32,
+}
+
+impl Listed {
+    /// As many items as `total` holds, but no more than the list has room for.
+    #[inline(always)]
+    fn new(worklist: In<u32>, total: In<u32>, capacity: u32, rows: u32) -> Self {
+        Listed { worklist, total: total.load(0).min(capacity), rows }
+    }
 }
 
 impl Source for Listed {
@@ -314,106 +304,49 @@ impl Source for OneTile {
     }
 }
 
-#[allow(clippy::too_many_arguments)]
 #[inline(always)]
-fn w8a8_body<A: Arch, O: Left<Element = u8> + Right, T: Shape, const ALIGNED: bool>(
-    worklist: In<u32>,
-    total: In<u32>,
-    a: In<u8>,
-    a_scale: In<f32>,
-    sorted_token_ids: In<i32>,
-    weights: In<u64>,
-    scales: In<u64>,
-    bias: In<f32>,
-    out: Out<u16>,
-    n: u32,
-    k: u32,
-    a_rows: u32,
-    rows: u32,
-    capacity: u32,
-) {
-    let problem = Problem::<O, O>::new(a, a_scale, sorted_token_ids, weights, scales, n, k, a_rows);
-    let source = Listed { worklist, total: total.load(0).min(capacity), rows };
-    run::<A, O, O, T, _, 64, ALIGNED>(problem, source, |sums, item| T::store(sums, Output { bias, out, n }, item));
+fn w8a8_body<A: Arch, O: Left<Element = u8> + Right, T: Shape, const ALIGNED: bool>(p: w8a8::Params) {
+    let problem = Problem::<O, O>::new(p.a, p.a_scale, p.sorted_token_ids, p.weights, p.scales, p.n, p.k, p.a_rows);
+    let source = Listed::new(p.worklist, p.total, p.capacity, p.rows);
+    let output = Output { bias: p.bias, out: p.out, n: p.n };
+    run::<A, O, O, T, _, 64, ALIGNED>(problem, source, |sums, item| T::store(sums, output, item));
 }
 
-#[allow(clippy::too_many_arguments)]
 #[inline(always)]
-fn dense_body<A: Arch, const ALIGNED: bool>(
-    expert_offsets: In<i32>,
-    a: In<u8>,
-    a_scale: In<f32>,
-    sorted_token_ids: In<i32>,
-    weights: In<u64>,
-    scales: In<u64>,
-    bias: In<f32>,
-    out: Out<u16>,
-    n: u32,
-    k: u32,
-    a_rows: u32,
-    rows: u32,
-    max_m_tiles: u32,
-) {
-    let columns = n.div_ceil(Dense::COLUMNS).max(1);
+fn dense_body<A: Arch, const ALIGNED: bool>(p: w8a8_dense::Params) {
+    let columns = p.n.div_ceil(Dense::COLUMNS).max(1);
     let (column, tile) = (block_idx() % columns, block_idx() / columns);
-    let (m, expert) = (tile % max_m_tiles.max(1), tile / max_m_tiles.max(1));
-    let first = expert_offsets.load(expert as usize) as u32 as u64 + m as u64 * Dense::ROWS as u64;
-    let end = (expert_offsets.load(expert as usize + 1) as u32).min(rows) as u64;
+    let (m, expert) = (tile % p.max_m_tiles.max(1), tile / p.max_m_tiles.max(1));
+    let first = p.expert_offsets.load(expert as usize) as u32 as u64 + m as u64 * Dense::ROWS as u64;
+    let end = (p.expert_offsets.load(expert as usize + 1) as u32).min(p.rows) as u64;
     let rows = end.saturating_sub(first).min(Dense::ROWS as u64) as u32;
     let item = Item { expert, first: first as u32, rows, column };
-    let problem = Problem::<E4m3, E4m3>::new(a, a_scale, sorted_token_ids, weights, scales, n, k, a_rows);
+    let problem =
+        Problem::<E4m3, E4m3>::new(p.a, p.a_scale, p.sorted_token_ids, p.weights, p.scales, p.n, p.k, p.a_rows);
+    let output = Output { bias: p.bias, out: p.out, n: p.n };
     run::<A, E4m3, E4m3, Dense, _, 64, ALIGNED>(problem, OneTile { item }, |sums, item| {
-        Dense::store(sums, Output { bias, out, n }, item)
+        Dense::store(sums, output, item)
     });
 }
 
-#[allow(clippy::too_many_arguments)]
 #[inline(always)]
-fn fp8_body<A: Arch, const ALIGNED: bool>(
-    worklist: In<u32>,
-    total: In<u32>,
-    a: In<u16>,
-    sorted_token_ids: In<i32>,
-    weights: In<u64>,
-    scales: In<u64>,
-    bias: In<f32>,
-    out: Out<u16>,
-    n: u32,
-    k: u32,
-    a_rows: u32,
-    rows: u32,
-    capacity: u32,
-) {
+fn fp8_body<A: Arch, const ALIGNED: bool>(p: fp8::Params) {
     let none = In::at(0, 0);
-    let problem = Problem::<Bf16Quads, E4m3AsBf16>::new(a, none, sorted_token_ids, weights, scales, n, k, a_rows);
-    let source = Listed { worklist, total: total.load(0).min(capacity), rows };
-    run::<A, Bf16Quads, E4m3AsBf16, Fp8, _, 128, ALIGNED>(problem, source, |sums, item| {
-        Fp8::store(sums, Output { bias, out, n }, item)
-    });
+    let problem =
+        Problem::<Bf16Quads, E4m3AsBf16>::new(p.a, none, p.sorted_token_ids, p.weights, p.scales, p.n, p.k, p.a_rows);
+    let source = Listed::new(p.worklist, p.total, p.capacity, p.rows);
+    let output = Output { bias: p.bias, out: p.out, n: p.n };
+    run::<A, Bf16Quads, E4m3AsBf16, Fp8, _, 128, ALIGNED>(problem, source, |sums, item| Fp8::store(sums, output, item));
 }
 
-#[allow(clippy::too_many_arguments)]
 #[inline(always)]
-fn bf16_body<A: Arch, const ALIGNED: bool>(
-    worklist: In<u32>,
-    total: In<u32>,
-    a: In<u16>,
-    sorted_token_ids: In<i32>,
-    weights: In<u64>,
-    bias: In<f32>,
-    out: Out<u16>,
-    n: u32,
-    k: u32,
-    a_rows: u32,
-    rows: u32,
-    capacity: u32,
-) {
-    let none = In::at(0, 0);
-    let problem = Problem::<Bf16Pairs, Bf16Pairs>::new(a, none, sorted_token_ids, weights, In::at(0, 0), n, k, a_rows);
-    let source = Listed { worklist, total: total.load(0).min(capacity), rows };
-    run::<A, Bf16Pairs, Bf16Pairs, Bf16, _, 0, ALIGNED>(problem, source, |sums, item| {
-        Bf16::store(sums, Output { bias, out, n }, item)
-    });
+fn bf16_body<A: Arch, const ALIGNED: bool>(p: bf16::Params) {
+    let (none, no_scales) = (In::at(0, 0), In::at(0, 0));
+    let problem =
+        Problem::<Bf16Pairs, Bf16Pairs>::new(p.a, none, p.sorted_token_ids, p.weights, no_scales, p.n, p.k, p.a_rows);
+    let source = Listed::new(p.worklist, p.total, p.capacity, p.rows);
+    let output = Output { bias: p.bias, out: p.out, n: p.n };
+    run::<A, Bf16Pairs, Bf16Pairs, Bf16, _, 0, ALIGNED>(problem, source, |sums, item| Bf16::store(sums, output, item));
 }
 
 /// All items of a block. Scales enter every `FOLD` k (64: those of rows and columns; 128: those of columns), or never (0).
