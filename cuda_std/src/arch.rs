@@ -79,4 +79,14 @@ pub enum ArchId {
 impl ArchId {
     /// Every set of paths.
     pub const ALL: [ArchId; 4] = [ArchId::Sm80, ArchId::Sm90, ArchId::Sm100, ArchId::Sm120];
+
+    /// [`Arch::DEPENDENT_LAUNCH`] of these paths.
+    pub const fn dependent_launch(self) -> bool {
+        match self {
+            ArchId::Sm80 => Sm80::DEPENDENT_LAUNCH,
+            ArchId::Sm90 => Sm90::DEPENDENT_LAUNCH,
+            ArchId::Sm100 => Sm100::DEPENDENT_LAUNCH,
+            ArchId::Sm120 => Sm120::DEPENDENT_LAUNCH,
+        }
+    }
 }

@@ -256,7 +256,9 @@ mod host {
 /// makes `double::Args { x, y, n }`, `double::KERNELS` and a constant `double::double_f32`. In brackets: threads of a block
 /// and blocks a multiprocessor must hold, then `early` for a kernel that may start before the one ahead of it has ended
 /// (`[128, 4, early]`, see [`crate::dependent`]). The body is a function (or closure) of the parameters; `A` names the
-/// [`crate::arch::Arch`] that is compiled for or emulated. With `|A, Params|` it is a function of `double::Params { x, y, n }`, which
+/// [`crate::arch::Arch`] that is compiled for or emulated. It is `_A` where a body does not ask, and `Native` where it asks for
+/// [`crate::arch::Arch::E4M3_MMA`], so that the emulator's forms are compiled as often as they differ. With `|A, Params|` it is a
+/// function of `double::Params { x, y, n }`, which
 /// saves naming many parameters again.
 #[macro_export]
 macro_rules! kernels {
@@ -308,6 +310,36 @@ macro_rules! kernels {
     };
     (@early) => { false };
     (@early early) => { true };
+    // Emulated forms of a body: one where it does not ask for the architecture, four where it asks for E4M3_MMA, else three.
+    (@emulate _A, $launch:ident, $packed:ident, $name:ident, ($body:expr) $whole:tt ($($arg:ident),+)) => {{
+        let early = EARLY && $launch.arch.dependent_launch();
+        let body = move || $crate::kernels!(@call ($body) $whole ($($arg: $arg),+));
+        $crate::emu::run($launch, $packed, stringify!($name), early, &body)
+    }};
+    (@emulate Native, $launch:ident, $packed:ident, $name:ident, $($body:tt)+) => {
+        match $launch.arch {
+            $crate::arch::ArchId::Sm80 => $crate::kernels!(@as Sm80 Native $launch $packed $name $($body)+),
+            $crate::arch::ArchId::Sm90 => $crate::kernels!(@as Sm90 Native $launch $packed $name $($body)+),
+            $crate::arch::ArchId::Sm100 => $crate::kernels!(@as Sm100 Native $launch $packed $name $($body)+),
+            $crate::arch::ArchId::Sm120 => $crate::kernels!(@as Sm120 Native $launch $packed $name $($body)+),
+        }
+    };
+    (@emulate $arch:ident, $launch:ident, $packed:ident, $name:ident, $($body:tt)+) => {
+        match $launch.arch {
+            $crate::arch::ArchId::Sm80 => $crate::kernels!(@as Sm80 $arch $launch $packed $name $($body)+),
+            $crate::arch::ArchId::Sm90 => $crate::kernels!(@as Sm90 $arch $launch $packed $name $($body)+),
+            $crate::arch::ArchId::Sm100 | $crate::arch::ArchId::Sm120 => {
+                $crate::kernels!(@as Sm100 $arch $launch $packed $name $($body)+)
+            }
+        }
+    };
+    (@as $as:ident $arch:ident $launch:ident $packed:ident $name:ident ($body:expr) $whole:tt ($($arg:ident),+)) => {{
+        #[allow(dead_code)]
+        type $arch = $crate::arch::$as;
+        let early = EARLY && <$arch as $crate::arch::Arch>::DEPENDENT_LAUNCH;
+        let body = move || $crate::kernels!(@call ($body) $whole ($($arg: $arg),+));
+        $crate::emu::run($launch, $packed, stringify!($name), early, &body)
+    }};
     // Parameters one by one, or all of them.
     (@call ($body:expr) () ($($arg:ident: $value:expr),+)) => { ($body)($($value),+) };
     (@call ($body:expr) ($whole:ident) ($($arg:ident: $value:expr),+)) => { ($body)($whole { $($arg: $value),+ }) };
@@ -351,36 +383,7 @@ macro_rules! kernels {
                 $(let $arg = <$ty as $crate::kernel::Param>::unpack(
                     next.next().expect("as many as declared"), launch)
                     .map_err(|fault| fault.of_kernel(stringify!($name)))?;)+
-                match launch.arch {
-                    $crate::arch::ArchId::Sm80 => {
-                        #[allow(dead_code)]
-                        type $arch = $crate::arch::Sm80;
-                        let early = EARLY && <$arch as $crate::arch::Arch>::DEPENDENT_LAUNCH;
-                        let body = move || $crate::kernels!(@call ($body) $whole ($($arg: $arg),+));
-                        $crate::emu::run(launch, packed, stringify!($name), early, &body)
-                    }
-                    $crate::arch::ArchId::Sm90 => {
-                        #[allow(dead_code)]
-                        type $arch = $crate::arch::Sm90;
-                        let early = EARLY && <$arch as $crate::arch::Arch>::DEPENDENT_LAUNCH;
-                        let body = move || $crate::kernels!(@call ($body) $whole ($($arg: $arg),+));
-                        $crate::emu::run(launch, packed, stringify!($name), early, &body)
-                    }
-                    $crate::arch::ArchId::Sm100 => {
-                        #[allow(dead_code)]
-                        type $arch = $crate::arch::Sm100;
-                        let early = EARLY && <$arch as $crate::arch::Arch>::DEPENDENT_LAUNCH;
-                        let body = move || $crate::kernels!(@call ($body) $whole ($($arg: $arg),+));
-                        $crate::emu::run(launch, packed, stringify!($name), early, &body)
-                    }
-                    $crate::arch::ArchId::Sm120 => {
-                        #[allow(dead_code)]
-                        type $arch = $crate::arch::Sm120;
-                        let early = EARLY && <$arch as $crate::arch::Arch>::DEPENDENT_LAUNCH;
-                        let body = move || $crate::kernels!(@call ($body) $whole ($($arg: $arg),+));
-                        $crate::emu::run(launch, packed, stringify!($name), early, &body)
-                    }
-                }
+                $crate::kernels!(@emulate $arch, launch, packed, $name, ($body) $whole ($($arg),+))
             }
             $crate::kernel::Kernel {
                 name: stringify!($name),

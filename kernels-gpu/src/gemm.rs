@@ -95,8 +95,8 @@ kernels! {
     moe_w8a8_grouped_gemm_e4m3_gu[GateUp::THREADS, 1] = |A, Params| w8a8_body::<A, E4m3, GateUp, true>;
     moe_w8a8_grouped_gemm_e4m3_dn[Down::THREADS, 2] = |A, Params| w8a8_body::<A, E4m3, Down, true>;
     moe_w8a8_grouped_gemm_listed_narrow[Down::THREADS, 2] = |A, Params| w8a8_body::<A, E4m3, Down, false>;
-    moe_w8a8_grouped_gemm_e4m3_native[Down::THREADS, 2] = |A, Params| w8a8_body::<A, E4m3Native, Down, true>;
-    moe_w8a8_grouped_gemm_e4m3_native_narrow[Down::THREADS, 2] = |A, Params| w8a8_body::<A, E4m3Native, Down, false>;
+    moe_w8a8_grouped_gemm_e4m3_native[Down::THREADS, 2] = |Native, Params| w8a8_body::<Native, E4m3Native, Down, true>;
+    moe_w8a8_grouped_gemm_e4m3_native_narrow[Down::THREADS, 2] = |Native, Params| w8a8_body::<Native, E4m3Native, Down, false>;
 }
 
 kernels! {
