@@ -51,10 +51,8 @@ pub enum Tile {
     Rows16,
     /// 32 by 8.
     Rows32,
-    /// 16 by 16: an expert's codes are decoded once for sixteen pairs.
+    /// 32 by 16: an expert's codes are decoded once for sixteen pairs.
     Wide,
-    /// 32 by 16.
-    Wide32,
     /// 16 by one pair, straight from the ids: two kernels instead of four, for at most [`DIRECT_TOKENS`] tokens.
     Direct,
 }
@@ -64,7 +62,7 @@ pub const DIRECT_TOKENS: usize = 4;
 
 impl Tile {
     /// The tiles of an expert's pairs.
-    pub const OF_EXPERTS: [Tile; 4] = [Tile::Rows16, Tile::Rows32, Tile::Wide, Tile::Wide32];
+    pub const OF_EXPERTS: [Tile; 3] = [Tile::Rows16, Tile::Rows32, Tile::Wide];
 
     /// Its name in small letters.
     pub const fn name(self) -> &'static str {
@@ -72,19 +70,18 @@ impl Tile {
             Tile::Rows16 => "rows16",
             Tile::Rows32 => "rows32",
             Tile::Wide => "wide",
-            Tile::Wide32 => "wide32",
             Tile::Direct => "direct",
         }
     }
 
     /// Multiples of 16 rows.
     const fn tiles(self) -> u32 {
-        if matches!(self, Tile::Rows32 | Tile::Wide32) { 2 } else { 1 }
+        if matches!(self, Tile::Rows32 | Tile::Wide) { 2 } else { 1 }
     }
 
     /// Multiples of 8 pairs.
     const fn groups(self) -> u32 {
-        if matches!(self, Tile::Wide | Tile::Wide32) { 2 } else { 1 }
+        if matches!(self, Tile::Wide) { 2 } else { 1 }
     }
 }
 
@@ -128,12 +125,11 @@ impl Variant {
 }
 
 /// The variants of any number of tokens.
-pub const VARIANTS: [Variant; 5] = [
+pub const VARIANTS: [Variant; 4] = [
     Variant::tiles(Tile::Rows16, Tile::Rows16),
     Variant::tiles(Tile::Rows16, Tile::Rows32),
     Variant::tiles(Tile::Rows32, Tile::Rows32),
     Variant::tiles(Tile::Wide, Tile::Wide),
-    Variant::tiles(Tile::Wide32, Tile::Wide32),
 ];
 
 /// Every variant of a layer with these options for `tokens` tokens.
@@ -150,15 +146,16 @@ pub fn variants(options: &LayerOptions, tokens: usize) -> Vec<Variant> {
 
 /// Which variant is best for a shape, a number of tokens and a device.
 pub fn choose_variant(shape: &LayerShape, tokens: usize, device: &Properties) -> Variant {
-    // Four blocks of FC1 share a multiprocessor, each with all activations.
-    let shared = direct::fc1_shared_bytes::<Nvfp4>(tokens as u32, shape.hidden as u32) + 1024;
-    if tokens <= 2 && 4 * shared <= device.shared_per_multiprocessor {
-        return Variant::DIRECT;
-    }
-    // Experts with more than eight pairs are common from here on.
-    if tokens * shape.top_k > 5 * shape.experts {
+    let pairs = tokens * shape.top_k;
+    // Every block of the direct FC1 brings all activations to shared memory: worth it while they are few.
+    let shared = direct::fc1_shared_bytes::<Nvfp4>(tokens.min(DIRECT_TOKENS) as u32, shape.hidden as u32) + 1024;
+    let resident = 4 * shared <= device.shared_per_multiprocessor;
+    if resident && tokens <= 2 && tokens * shape.hidden <= 4096 {
+        Variant::DIRECT
+    } else if pairs > 6 * shape.experts {
+        // Experts with more than eight pairs are common from here on.
         Variant::tiles(Tile::Wide, Tile::Wide)
-    } else if tokens <= 2 {
+    } else if tokens == 1 {
         Variant::tiles(Tile::Rows16, Tile::Rows16)
     } else {
         Variant::tiles(Tile::Rows32, Tile::Rows32)
@@ -431,10 +428,11 @@ impl Plan {
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { split: Split::S2 }, _) => fc1_seed_bf16_split2,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { split: Split::S4 }, _) => fc1_seed_bf16_split4,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { split: Split::S8 }, _) => fc1_seed_bf16_split8,
-            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Rows16 | Tile::Direct) => fc1_decode_bf16_rows16,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Rows16 | Tile::Direct) => {
+                fc1_decode_bf16_rows16
+            }
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Rows32) => fc1_decode_bf16_rows32,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Wide) => fc1_decode_bf16_wide,
-            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, Tile::Wide32) => fc1_decode_bf16_wide32,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { split: Split::S1 }, _) => fc1_seed_f16_split1,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { split: Split::S2 }, _) => fc1_seed_f16_split2,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { split: Split::S4 }, _) => fc1_seed_f16_split4,
@@ -442,23 +440,24 @@ impl Plan {
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Rows16 | Tile::Direct) => fc1_decode_f16_rows16,
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Rows32) => fc1_decode_f16_rows32,
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Wide) => fc1_decode_f16_wide,
-            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, Tile::Wide32) => fc1_decode_f16_wide32,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S1 }, _) => fc1_seed_mxfp4_bf16_split1,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S2 }, _) => fc1_seed_mxfp4_bf16_split2,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S4 }, _) => fc1_seed_mxfp4_bf16_split4,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { split: Split::S8 }, _) => fc1_seed_mxfp4_bf16_split8,
-            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Rows16 | Tile::Direct) => fc1_decode_mxfp4_bf16_rows16,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Rows16 | Tile::Direct) => {
+                fc1_decode_mxfp4_bf16_rows16
+            }
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Rows32) => fc1_decode_mxfp4_bf16_rows32,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Wide) => fc1_decode_mxfp4_bf16_wide,
-            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, Tile::Wide32) => fc1_decode_mxfp4_bf16_wide32,
             (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S1 }, _) => fc1_seed_mxfp4_f16_split1,
             (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S2 }, _) => fc1_seed_mxfp4_f16_split2,
             (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S4 }, _) => fc1_seed_mxfp4_f16_split4,
             (WeightFormat::Mxfp4, Activation::F16, Order::Seed { split: Split::S8 }, _) => fc1_seed_mxfp4_f16_split8,
-            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Rows16 | Tile::Direct) => fc1_decode_mxfp4_f16_rows16,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Rows16 | Tile::Direct) => {
+                fc1_decode_mxfp4_f16_rows16
+            }
             (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Rows32) => fc1_decode_mxfp4_f16_rows32,
             (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Wide) => fc1_decode_mxfp4_f16_wide,
-            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, Tile::Wide32) => fc1_decode_mxfp4_f16_wide32,
         }
     }
 
@@ -470,28 +469,32 @@ impl Plan {
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { .. }, Fc2Warps::W2, _) => fc2_seed_bf16_warps2,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { .. }, Fc2Warps::W4, _) => fc2_seed_bf16_warps4,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Seed { .. }, Fc2Warps::W8, _) => fc2_seed_bf16_warps8,
-            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => fc2_decode_bf16_rows16,
+            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => {
+                fc2_decode_bf16_rows16
+            }
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Rows32) => fc2_decode_bf16_rows32,
             (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Wide) => fc2_decode_bf16_wide,
-            (WeightFormat::Nvfp4, Activation::Bf16, Order::Decode, _, Tile::Wide32) => fc2_decode_bf16_wide32,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W1, _) => fc2_seed_f16_warps1,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W2, _) => fc2_seed_f16_warps2,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W4, _) => fc2_seed_f16_warps4,
             (WeightFormat::Nvfp4, Activation::F16, Order::Seed { .. }, Fc2Warps::W8, _) => fc2_seed_f16_warps8,
-            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => fc2_decode_f16_rows16,
+            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => {
+                fc2_decode_f16_rows16
+            }
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Rows32) => fc2_decode_f16_rows32,
             (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Wide) => fc2_decode_f16_wide,
-            (WeightFormat::Nvfp4, Activation::F16, Order::Decode, _, Tile::Wide32) => fc2_decode_f16_wide32,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Seed { .. }, ..) => fc2_seed_mxfp4_bf16_warps4,
-            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => fc2_decode_mxfp4_bf16_rows16,
+            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => {
+                fc2_decode_mxfp4_bf16_rows16
+            }
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Rows32) => fc2_decode_mxfp4_bf16_rows32,
             (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Wide) => fc2_decode_mxfp4_bf16_wide,
-            (WeightFormat::Mxfp4, Activation::Bf16, Order::Decode, _, Tile::Wide32) => fc2_decode_mxfp4_bf16_wide32,
             (WeightFormat::Mxfp4, Activation::F16, Order::Seed { .. }, ..) => fc2_seed_mxfp4_f16_warps4,
-            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => fc2_decode_mxfp4_f16_rows16,
+            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Rows16 | Tile::Direct) => {
+                fc2_decode_mxfp4_f16_rows16
+            }
             (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Rows32) => fc2_decode_mxfp4_f16_rows32,
             (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Wide) => fc2_decode_mxfp4_f16_wide,
-            (WeightFormat::Mxfp4, Activation::F16, Order::Decode, _, Tile::Wide32) => fc2_decode_mxfp4_f16_wide32,
         }
     }
 

@@ -6,9 +6,9 @@ use cuda_std::memory::{In, Out};
 use cuda_std::mma::m16n8k16;
 use cuda_std::thread::{WARP, block_dim, block_idx, lane, thread_idx};
 use cuda_std::{cvt, kernels, math, sync};
-use kernels_gpu::order::Seed;
 use kernels_gpu::dequant::Activation;
 use kernels_gpu::layout::scale::{padded_cols, swizzled_offset};
+use kernels_gpu::order::Seed;
 
 /// Threads of a block of the element-wise kernels.
 pub const THREADS: u32 = 128;

@@ -2,11 +2,11 @@
 //! Pairs whose id is outside 0..E are skipped, and their rows of y are never read: nothing has written them.
 
 use core::num::NonZeroUsize;
-use cuda_std::cvt::f32_to_bf16;
 use cuda_std::arch::Arch;
-use cuda_std::{dependent, kernels};
+use cuda_std::cvt::f32_to_bf16;
 use cuda_std::memory::{In, Out};
 use cuda_std::thread::{block_dim, block_idx, grid_dim, thread_idx};
+use cuda_std::{dependent, kernels};
 
 /// Threads of a block.
 pub const THREADS: u32 = 256;
@@ -35,15 +35,7 @@ kernels! {
 }
 
 #[inline(always)]
-fn body<A: Arch>(
-    topk_ids: In<i32>,
-    y: In<f32>,
-    out: Out<u16>,
-    tokens: u32,
-    top_k: u32,
-    experts: u32,
-    output: u32,
-) {
+fn body<A: Arch>(topk_ids: In<i32>, y: In<f32>, out: Out<u16>, tokens: u32, top_k: u32, experts: u32, output: u32) {
     dependent::wait::<A>();
     dependent::launch_dependents::<A>();
     let columns = if output.is_multiple_of(COLUMNS) { COLUMNS } else { 1 };

@@ -185,12 +185,7 @@ impl Activation for Bf16 {
         let pair = |sign: u32, rest: u32| (sign & 0x8000_8000) | (rest & 0x01C0_01C0);
         let low = cvt::permute_bytes(codes, 0, 0x4140);
         let high = cvt::permute_bytes(codes, 0, 0x4342);
-        [
-            pair(low << 12, low << 6),
-            pair(low << 8, low << 2),
-            pair(high << 12, high << 6),
-            pair(high << 8, high << 2),
-        ]
+        [pair(low << 12, low << 6), pair(low << 8, low << 2), pair(high << 12, high << 6), pair(high << 8, high << 2)]
     }
     #[inline(always)]
     fn whole<A: Arch>(pair: u32) -> u32 {

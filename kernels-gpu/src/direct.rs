@@ -9,7 +9,7 @@
 use crate::dequant::{Activation, Format, Mxfp4, Nvfp4, folds};
 use crate::fc1::{join, unit_columns, up_and_gate};
 use crate::fc2::output_rows;
-use crate::layout::permute::{position, row_stride};
+use crate::layout::permute::{position, row_stride, word_position};
 use crate::layout::tile::tile_rows;
 use crate::order::{Decode, Order};
 use crate::route_prep::finite;
@@ -237,7 +237,7 @@ fn fc1_body<X: Activation, T: Activation, F: Format, A: Arch>(
         let expert = if live { id as usize } else { 0 };
         let (alpha_up, alpha_gate) = (alpha1.load(2 * expert), alpha1.load(2 * expert + 1));
         // Every column is the same token, so that any of them is the result.
-        let mut at = pair / per_token * x_stride + begin * SEGMENT + t * 32;
+        let mut at = pair / per_token * x_stride + begin * SEGMENT + t * 8;
         let mut sums = [[[0.0; 4]; 1]; 1];
         let mut left = count;
         while left > 0 {
@@ -245,19 +245,17 @@ fn fc1_body<X: Activation, T: Activation, F: Format, A: Arch>(
             feed.wait();
             let chunk = feed.read::<0>();
             let mut columns = [columns_of(shared_x, at)];
-            multiply::<T, F, Decode, A, 1, 1>(&chunk, &mut columns, |_, _| {}, &mut sums);
+            multiply::<T, F, Decode, A, 1, 1>(&chunk, &mut columns, |_, _| {}, false, &mut sums);
             let chunk = feed.read::<1>();
             feed.refill();
             let mut columns = [columns_of(shared_x, at + SEGMENT / 2)];
-            multiply::<T, F, Decode, A, 1, 1>(&chunk, &mut columns, |_, _| {}, &mut sums);
+            multiply::<T, F, Decode, A, 1, 1>(&chunk, &mut columns, |_, _| {}, false, &mut sums);
             at += step * SEGMENT;
         }
 
         // As in `fc1`: two sets of partial sums, and a reducing warp that moves on.
-        let partials = Shared::<f32>::at(
-            SPLIT * ring_bytes::<F>(1) + turn % 2 * SPLIT * PARTIAL_BYTES,
-            SPLIT * PARTIAL_BYTES / 4,
-        );
+        let partials =
+            Shared::<f32>::at(SPLIT * ring_bytes::<F>(1) + turn % 2 * SPLIT * PARTIAL_BYTES, SPLIT * PARTIAL_BYTES / 4);
         partials.store_v4((warp() * 32 + lane()) * 4, sums[0][0].map(f32::to_bits));
         sync::sync_threads();
         if warp() == turn % SPLIT {
@@ -294,7 +292,7 @@ fn fc1_body<X: Activation, T: Activation, F: Format, A: Arch>(
 /// A lane's activations of the chunk from element `at` on.
 #[inline(always)]
 fn columns_of(x: Shared<u16>, at: u32) -> tensor::Columns {
-    [x.load_v4(at), x.load_v4(at + 8), x.load_v4(at + 16), x.load_v4(at + 24)]
+    [x.load_v4(at), x.load_v4(at + 32), x.load_v4(at + 64), x.load_v4(at + 96)]
 }
 
 /// Copies the tokens' activations into shared memory in tensor-core order, zeros behind the last. `overflows` is called with the
@@ -308,13 +306,23 @@ fn share_x<X: Activation, T: Activation>(
     mut overflows: impl FnMut(u32),
 ) {
     let words = NonZeroU32::new(row_stride(hidden as usize) as u32 / 8).unwrap_or(NonZeroU32::MIN);
-    let mut at = thread_idx();
-    while at < tokens * words.get() {
-        let (token, word) = (at / words, at % words);
-        let mut out = [0u32; 4];
-        if word * 8 < hidden {
+    let all = tokens * words.get();
+    let mut first = thread_idx();
+    while first < all {
+        // Eight loads are under way before the first is used.
+        let loaded = [0, 1, 2, 3, 4, 5, 6, 7].map(|i| {
+            let at = first + i * block_dim();
             // hidden is a multiple of 16, so a group of eight is whole or absent.
-            let v = x.load_v4((token * hidden + word * 8) as usize);
+            if at < all && at % words * 8 < hidden {
+                x.load_v4((at / words * hidden + at % words * 8) as usize)
+            } else {
+                [0; 4]
+            }
+        });
+        let mut i = 0;
+        while i < 8 {
+            let at = first + i * block_dim();
+            let v = loaded[i as usize];
             let convert = |i: usize| {
                 let bits = (v[i / 2] >> (i % 2 * 16)) as u16;
                 if X::BF16 == T::BF16 {
@@ -325,13 +333,16 @@ fn share_x<X: Activation, T: Activation>(
                 }
             };
             let converted = [0, 1, 2, 3, 4, 5, 6, 7].map(convert);
-            out = Decode::PAIRS.map(|(low, high)| converted[low].0 as u32 | (converted[high].0 as u32) << 16);
-            if converted.iter().any(|&(_, infinite)| infinite) {
-                overflows(token);
+            let out = Decode::PAIRS.map(|(low, high)| converted[low].0 as u32 | (converted[high].0 as u32) << 16);
+            if at < all {
+                if converted.iter().any(|&(_, infinite)| infinite) {
+                    overflows(at / words);
+                }
+                shared.store_v4(word_position(at as usize) as u32 * 8, out);
             }
+            i += 1;
         }
-        shared.store_v4(at * 8, out);
-        at += block_dim();
+        first += 8 * block_dim();
     }
 }
 
@@ -343,7 +354,7 @@ fn zero_h(h: Out<u16>, pairs: u32, intermediate: u32, stride: u32, skipped: impl
     while at < pairs * words.get() {
         let (pair, word) = (at / words, at % words);
         if word * 8 >= intermediate || skipped(pair) {
-            h.store_v4(at as usize * 8, [0; 4]);
+            h.store_v4(word_position(at as usize) * 8, [0; 4]);
         }
         at += grid_dim() * block_dim();
     }
@@ -424,7 +435,7 @@ fn fc2_body<T: Activation, F: Format, A: Arch>(
 
     let (g, t) = (lane() / 4, lane() % 4);
     let stride = row_stride(intermediate as usize) as u32;
-    let row_of = |unit: Unit| h.skip(work.pair(unit) as usize * stride as usize + (t * 32) as usize);
+    let row_of = |unit: Unit| h.skip(work.pair(unit) as usize * stride as usize + (t * 8) as usize);
     let mut at = [row_of(unit)];
     let mut columns = [[[0; 4]; 4]];
     // Weights are on their way, and the ids were complete before FC1 let this kernel start; h is complete from here on.
@@ -450,7 +461,13 @@ fn fc2_body<T: Activation, F: Format, A: Arch>(
                 feed.wait();
                 let chunk = feed.read::<0>();
                 let second = [at[0].skip(SEGMENT as usize / 2)];
-                multiply::<T, F, Decode, A, 1, 1>(&chunk, &mut columns, |x, w| reload(x, second, w, true), &mut sums);
+                multiply::<T, F, Decode, A, 1, 1>(
+                    &chunk,
+                    &mut columns,
+                    |x, w| reload(x, second, w, false),
+                    false,
+                    &mut sums,
+                );
                 let chunk = feed.read::<1>();
                 feed.refill();
                 if left > 0 {
@@ -458,7 +475,13 @@ fn fc2_body<T: Activation, F: Format, A: Arch>(
                 } else if more {
                     at = [row_of(next)];
                 }
-                multiply::<T, F, Decode, A, 1, 1>(&chunk, &mut columns, |x, w| reload(x, at, w, true), &mut sums);
+                multiply::<T, F, Decode, A, 1, 1>(
+                    &chunk,
+                    &mut columns,
+                    |x, w| reload(x, at, w, false),
+                    false,
+                    &mut sums,
+                );
             }
             // Every column is the same pair.
             if t == 0 {

@@ -93,33 +93,21 @@ kernels! {
     fc1_seed_mxfp4_f16_split8[256, WARPS_PER_SM / 8, early] = |A| body::<F16, Mxfp4, Seed, A, 8, 1, 1>;
     fc1_decode_bf16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 1>;
     fc1_decode_bf16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 1>;
-    fc1_decode_bf16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 2>;
-    fc1_decode_bf16_wide32[128, 3, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 2>;
+    fc1_decode_bf16_wide[128, 3, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 2>;
     fc1_decode_f16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 1>;
     fc1_decode_f16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 1>;
-    fc1_decode_f16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 2>;
-    fc1_decode_f16_wide32[128, 3, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 2>;
+    fc1_decode_f16_wide[128, 3, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 2>;
     fc1_decode_mxfp4_bf16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 1>;
     fc1_decode_mxfp4_bf16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 1>;
-    fc1_decode_mxfp4_bf16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 2>;
-    fc1_decode_mxfp4_bf16_wide32[128, 3, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 2>;
+    fc1_decode_mxfp4_bf16_wide[128, 3, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 2>;
     fc1_decode_mxfp4_f16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 1>;
     fc1_decode_mxfp4_f16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 1>;
-    fc1_decode_mxfp4_f16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 2>;
-    fc1_decode_mxfp4_f16_wide32[128, 3, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 2>;
+    fc1_decode_mxfp4_f16_wide[128, 3, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 2>;
 }
 
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
-fn body<
-    T: Activation,
-    F: Format,
-    O: Order,
-    A: Arch,
-    const SPLIT: u32,
-    const TILES: usize,
-    const GROUPS: usize,
->(
+fn body<T: Activation, F: Format, O: Order, A: Arch, const SPLIT: u32, const TILES: usize, const GROUPS: usize>(
     entry_count: In<u32>,
     entries: In<u32>,
     slots: In<u32>,
@@ -155,7 +143,7 @@ fn body<
     let (stride, h_stride) = (row_stride(hidden as usize) as u32, row_stride(intermediate as usize) as u32);
     let slot_of = |entry: u32, slot: u32| ((entry * GROUPS as u32 * GROUP + slot) * SLOT_WORDS) as usize;
     let token_of = |unit: Unit, group: u32| slots.load(slot_of(unit.entry, group * GROUP + g) + 1);
-    let row_of = |token: u32| x.skip(token as usize * stride as usize + (begin * SEGMENT + t * 32) as usize);
+    let row_of = |token: u32| x.skip(token as usize * stride as usize + (begin * SEGMENT + t * 8) as usize);
 
     let mut unit = first;
     let mut tokens = [0; GROUPS];
@@ -190,12 +178,16 @@ fn body<
             feed.wait();
             let chunk = feed.read::<0>();
             let second = at.map(|row| row.skip(SEGMENT as usize / 2));
-            multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, second, w, used), &mut sums);
+            multiply::<T, F, O, A, TILES, GROUPS>(
+                &chunk,
+                &mut columns,
+                |x, w| reload(x, second, w, used),
+                used,
+                &mut sums,
+            );
             let chunk = feed.read::<1>();
             feed.refill();
-            if left == 0 && more {
-                used = GROUPS > 1 && work.count(next) > GROUP;
-            }
+            let next_used = if left == 0 && more { GROUPS > 1 && work.count(next) > GROUP } else { used };
             let mut group = 0;
             while group < GROUPS {
                 if left > 0 {
@@ -205,7 +197,14 @@ fn body<
                 }
                 group += 1;
             }
-            multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, at, w, used), &mut sums);
+            multiply::<T, F, O, A, TILES, GROUPS>(
+                &chunk,
+                &mut columns,
+                |x, w| reload(x, at, w, next_used),
+                used,
+                &mut sums,
+            );
+            used = next_used;
         }
 
         // Two sets of partial sums and reducing warps that move on: one barrier a unit.

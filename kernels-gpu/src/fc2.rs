@@ -61,20 +61,16 @@ kernels! {
     fc2_seed_mxfp4_f16_warps4[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Seed, A, 4, 1, 1>;
     fc2_decode_bf16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 1>;
     fc2_decode_bf16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 1>;
-    fc2_decode_bf16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 1, 2>;
-    fc2_decode_bf16_wide32[128, 3, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 2>;
+    fc2_decode_bf16_wide[128, 3, early] = |A| body::<Bf16, Nvfp4, Decode, A, 4, 2, 2>;
     fc2_decode_f16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 1>;
     fc2_decode_f16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 1>;
-    fc2_decode_f16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 1, 2>;
-    fc2_decode_f16_wide32[128, 3, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 2>;
+    fc2_decode_f16_wide[128, 3, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 2>;
     fc2_decode_mxfp4_bf16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 1>;
     fc2_decode_mxfp4_bf16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 1>;
-    fc2_decode_mxfp4_bf16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 2>;
-    fc2_decode_mxfp4_bf16_wide32[128, 3, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 2>;
+    fc2_decode_mxfp4_bf16_wide[128, 3, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 2>;
     fc2_decode_mxfp4_f16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 1>;
     fc2_decode_mxfp4_f16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 1>;
-    fc2_decode_mxfp4_f16_wide[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 2>;
-    fc2_decode_mxfp4_f16_wide32[128, 3, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 2>;
+    fc2_decode_mxfp4_f16_wide[128, 3, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 2>;
 }
 
 #[allow(clippy::too_many_arguments)]
@@ -111,7 +107,7 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
         let [pair, _, weight, read] = slots.load_v4((slot * SLOT_WORDS) as usize);
         [pair, weight, read]
     };
-    let row_of = |pair: u32| h.skip(pair as usize * stride as usize + (t * 32) as usize);
+    let row_of = |pair: u32| h.skip(pair as usize * stride as usize + (t * 8) as usize);
 
     let mut unit = first;
     let mut held = [[0; 3]; GROUPS];
@@ -152,12 +148,16 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
             feed.wait();
             let chunk = feed.read::<0>();
             let second = at.map(|row| row.skip(SEGMENT as usize / 2));
-            multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, second, w, used), &mut sums);
+            multiply::<T, F, O, A, TILES, GROUPS>(
+                &chunk,
+                &mut columns,
+                |x, w| reload(x, second, w, used),
+                used,
+                &mut sums,
+            );
             let chunk = feed.read::<1>();
             feed.refill();
-            if left == 0 && more {
-                used = GROUPS > 1 && work.count(next) > GROUP;
-            }
+            let next_used = if left == 0 && more { GROUPS > 1 && work.count(next) > GROUP } else { used };
             let mut group = 0;
             while group < GROUPS {
                 if left > 0 {
@@ -167,7 +167,14 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
                 }
                 group += 1;
             }
-            multiply::<T, F, O, A, TILES, GROUPS>(&chunk, &mut columns, |x, w| reload(x, at, w, used), &mut sums);
+            multiply::<T, F, O, A, TILES, GROUPS>(
+                &chunk,
+                &mut columns,
+                |x, w| reload(x, at, w, next_used),
+                used,
+                &mut sums,
+            );
+            used = next_used;
         }
 
         let (row, step) = tile_rows(unit.tile, g % 4, unit_rows, output);

@@ -7,7 +7,7 @@
 //! The other blocks rewrite x row by row in the pairs of an [`Order`], and zero the padding of h.
 
 use crate::dequant::Activation;
-use crate::layout::permute::row_stride;
+use crate::layout::permute::{row_stride, word_position};
 use crate::order::{Decode, Order, Seed};
 use crate::status;
 use core::num::NonZeroU32;
@@ -415,7 +415,7 @@ fn permute_rows<X: Activation, T: Activation>(
             infinite |= converted.iter().any(|&(_, infinite)| infinite);
             overflow |= infinite && live(token);
         }
-        x_permuted.store_v4(token as usize * stride as usize + word as usize * 8, out);
+        x_permuted.store_v4(token as usize * stride as usize + word_position(word as usize) * 8, out);
         token += step / words;
         word += step % words;
         if word >= words.get() {
@@ -438,7 +438,8 @@ fn zero_padding(h: Out<u16>, rows: u32, intermediate: u32) {
     let step = (grid_dim() - 1) * block_dim();
     let (mut row, mut group) = (start / width, start % width);
     while groups > 0 && row < rows {
-        h.store_v4(row as usize * stride + intermediate as usize + group as usize * 8, [0; 4]);
+        let word = intermediate as usize / 8 + group as usize;
+        h.store_v4(row as usize * stride + word_position(word) * 8, [0; 4]);
         row += step / width;
         group += step % width;
         if group >= groups {

@@ -63,12 +63,7 @@ impl Schedule {
     pub fn new(entries: u32, tiles: u32, workers: u32, first: u32) -> (Self, Unit) {
         // Dividing by a NonZero needs no check for zero, and so no panic in the kernel.
         let divisor = NonZeroU32::new(tiles).unwrap_or(NonZeroU32::MIN);
-        let schedule = Schedule {
-            entries,
-            tiles,
-            step_entries: workers / divisor,
-            step_tiles: workers % divisor,
-        };
+        let schedule = Schedule { entries, tiles, step_entries: workers / divisor, step_tiles: workers % divisor };
         (schedule, Unit { entry: first / divisor, tile: first % divisor })
     }
 

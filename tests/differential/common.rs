@@ -195,13 +195,15 @@ pub fn from_tensor_order(rows: &[u16], width: usize, order: Order) -> Vec<u16> {
     rows.chunks(stride).flat_map(|row| (0..width).map(|k| row[place(k, order)])).collect()
 }
 
-/// Where element k lies: in seed the middle ones of each four change places, in decode the halves of each eight alternate.
-fn place(k: usize, order: Order) -> usize {
+/// Where element k lies: in seed the middle ones of each four change places, in decode the halves of each eight alternate; and the
+/// 4x4 eights of each 128 are transposed.
+pub fn place(k: usize, order: Order) -> usize {
     let places = match order {
         Order::Seed { .. } => [0, 2, 1, 3, 4, 6, 5, 7],
         Order::Decode => [0, 2, 4, 6, 1, 3, 5, 7],
     };
-    k / 8 * 8 + places[k % 8]
+    let (chunk, eight) = (k / 128, k / 8 % 16);
+    128 * chunk + 8 * (4 * (eight % 4) + eight / 4) + places[k % 8]
 }
 
 /// Makes the sums of w13 cancel: the second half of every row repeats the first, and the second half of x is the negative of the

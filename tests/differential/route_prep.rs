@@ -1,16 +1,16 @@
 //! The routing table, the reordered activations and the zeroed padding of `route_prep`, against a model that shares nothing with the
 //! kernel.
 
-use crate::common::{ARCHS, emulator, gpu};
+use crate::common::{ARCHS, emulator, gpu, place};
 use cuda_std::kernel::{DeviceRef, Kernel};
 use kernels_gpu::layout::permute::row_stride;
-use kernels_gpu::route_prep::{counting_warps, max_entries, SEED, route_prep as family, shared_bytes};
+use kernels_gpu::route_prep::{DECODE, SEED, counting_warps, max_entries, route_prep as family, shared_bytes};
 use kernels_gpu::status;
 use megamoe::Error;
 use megamoe::device::{Buffer, DeviceHandle, Grid, launch};
 use megamoe::diff::Random;
 use megamoe::reference::math;
-use megamoe::{Activation, XType};
+use megamoe::{Activation, Order, Split, XType};
 
 /// What `route_prep` is given.
 #[derive(Clone)]
@@ -22,6 +22,9 @@ struct Batch {
     intermediate: usize,
     from: XType,
     to: Activation,
+    /// Groups of eight slots of an entry.
+    groups: usize,
+    order: Order,
     ids: Vec<i32>,
     weights: Vec<f32>,
     alpha1: Vec<f32>,
@@ -55,6 +58,8 @@ impl Batch {
             intermediate,
             from: XType::Bf16,
             to: Activation::Bf16,
+            groups: 1 + seed as usize % 2,
+            order: if seed / 2 % 2 == 0 { Order::Decode } else { Order::Seed { split: Split::S1 } },
             ids: (0..tokens * top_k).map(|_| (random.next() % (experts as u64 + 3)) as i32 - 2).collect(),
             weights: (0..tokens * top_k).map(|_| random.in_range(-2.0, 2.0)).collect(),
             alpha1: (0..2 * experts).map(|_| random.in_range(-1.0, 1.0)).collect(),
@@ -63,7 +68,7 @@ impl Batch {
         }
     }
 
-    /// The table by definition: an expert's pairs in ascending order, cut into entries of eight.
+    /// The table by definition: an expert's pairs in ascending order, cut into entries of eight or sixteen.
     fn expected(&self) -> Table {
         let mut table = Table { entries: vec![], slots: vec![], x: vec![], status: 0 };
         let mut pairs_of = vec![vec![]; self.experts];
@@ -75,26 +80,22 @@ impl Batch {
             }
         }
         for (expert, pairs) in pairs_of.iter().enumerate() {
-            for entry in pairs.chunks(8) {
+            for entry in pairs.chunks(8 * self.groups) {
                 let [up, gate] = [0, 1].map(|half| self.alpha1[2 * expert + half].to_bits());
                 let down = self.alpha2[expert].to_bits();
                 table.entries.push([expert as u32, entry.len() as u32, up, gate, down, 0, 0, 0]);
                 let slot = |&pair: &usize| {
                     [pair as u32, (pair / self.top_k) as u32, self.weights[pair].to_bits(), pair as u32]
                 };
-                table.slots.extend((0..8).map(|number| entry.get(number).map_or(NO_PAIR, slot)));
+                table.slots.extend((0..8 * self.groups).map(|number| entry.get(number).map_or(NO_PAIR, slot)));
             }
         }
-        // Of each four elements the middle ones change places; a row is filled with zeros.
+        // A row is filled with zeros.
         let stride = row_stride(self.hidden);
         table.x = vec![0; self.tokens * stride];
         for (i, &bits) in self.x.iter().enumerate() {
             let (token, k) = (i / self.hidden, i % self.hidden);
-            let moved = match k % 4 {
-                1 => k + 1,
-                2 => k - 1,
-                _ => k,
-            };
+            let moved = place(k, self.order);
             table.x[token * stride + moved] = self.converted(bits);
             // Of tokens without experts nobody sees the hidden states.
             let live = |&id: &i32| (0..self.experts as i32).contains(&id);
@@ -126,14 +127,14 @@ impl Batch {
             (XType::F16, Activation::Bf16) => unreachable!("there is no such kernel"),
         };
         let pairs = self.tokens * self.top_k;
-        let most = max_entries(pairs, self.experts, 8);
+        let most = max_entries(pairs, self.experts, 8 * self.groups);
         let (x_stride, h_stride) = (row_stride(self.hidden), row_stride(self.intermediate));
         let poisoned = |words: usize| -> Result<Buffer<u32>, Error> {
             let buffer = Buffer::new(device, words)?;
             buffer.fill(0xA5)?;
             Ok(buffer)
         };
-        let (entry_count, entries, slots) = (poisoned(1)?, poisoned(8 * most)?, poisoned(8 * 4 * most)?);
+        let (entry_count, entries, slots) = (poisoned(1)?, poisoned(8 * most)?, poisoned(8 * 4 * self.groups * most)?);
         let x_permuted = Buffer::from_slice(device, &vec![0xA5A5_u16; self.tokens * x_stride])?;
         let h = Buffer::from_slice(device, &vec![0xA5A5_u16; pairs * h_stride])?;
         let status = Buffer::from_slice(device, &[0u32])?;
@@ -166,13 +167,15 @@ impl Batch {
                 hidden: self.hidden as u32,
                 intermediate: self.intermediate as u32,
                 warps,
-                groups: 1,
-                order: SEED,
+                groups: self.groups as u32,
+                order: if self.order == Order::Decode { DECODE } else { SEED },
             },
         )?;
         // The padding of every row of h is zero, and nothing else of it is touched.
+        let mut elements = vec![false; h_stride];
+        (0..self.intermediate).for_each(|k| elements[place(k, self.order)] = true);
         for (i, &bits) in h.download()?.iter().enumerate() {
-            let wanted = if i % h_stride < self.intermediate { 0xA5A5 } else { 0 };
+            let wanted = if elements[i % h_stride] { 0xA5A5 } else { 0 };
             assert_eq!(bits, wanted, "element {} of row {} of h", i % h_stride, i / h_stride);
         }
         let count = entry_count.download()?[0] as usize;
@@ -180,13 +183,17 @@ impl Batch {
         // Behind the last entry nothing is written.
         let (mut entries, mut slots) = (entries.download()?, slots.download()?);
         assert!(
-            entries.split_off(8 * count).iter().chain(&slots.split_off(32 * count)).all(|&word| word == 0xA5A5_A5A5)
+            entries
+                .split_off(8 * count)
+                .iter()
+                .chain(&slots.split_off(32 * self.groups * count))
+                .all(|&word| word == 0xA5A5_A5A5)
         );
         let entries = entries.as_chunks().0.to_vec();
         let mut slots: Vec<[u32; 4]> = slots.as_chunks().0.to_vec();
         for (number, slot) in slots.iter_mut().enumerate().filter(|(_, slot)| slot[0] == u32::MAX) {
             // What is read in place of a pair must be there: a token, and a pair of the same expert.
-            let entry: &[u32; 8] = &entries[number / 8];
+            let entry: &[u32; 8] = &entries[number / (8 * self.groups)];
             assert!((slot[1] as usize) < self.tokens, "{slot:?}");
             assert_eq!(self.ids[slot[3] as usize] as u32, entry[0], "{slot:?}");
             *slot = NO_PAIR;

@@ -105,8 +105,8 @@ mod shadow;
 mod tensor;
 
 pub use convert::{
-    e2m1x2_to_f16x2, e4m3x2_to_f16x2, f16_to_f32, f32_to_bf16, f32_to_f16, f32x2_to_bf16x2, f32x2_to_e4m3x2, fma,
-    duplicate_high, duplicate_low, max_nan, min_nan, mul_bf16x2, mul_f16x2, permute_bytes, select_bits, sqrt,
+    duplicate_high, duplicate_low, e2m1x2_to_f16x2, e4m3x2_to_f16x2, f16_to_f32, f32_to_bf16, f32_to_f16,
+    f32x2_to_bf16x2, f32x2_to_e4m3x2, fma, max_nan, min_nan, mul_bf16x2, mul_f16x2, permute_bytes, select_bits, sqrt,
 };
 pub use device::{Allocation, Device, MemoryError};
 pub use fault::{Fault, FaultKind, Party, Report, Source};
