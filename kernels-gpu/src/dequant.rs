@@ -209,11 +209,7 @@ impl Activation for Bf16 {
     #[inline(always)]
     fn e8m0(byte: u8) -> u32 {
         // The byte is the exponent field, but for the NaN and for 2^-127, the half of the smallest normal number.
-        let bits = match byte {
-            0 => 0x0040,
-            0xFF => 0x7FFF,
-            _ => (byte as u16) << 7,
-        };
+        let bits = ((byte as u16) << 7).max(0x0040) | if byte == 0xFF { 0x007F } else { 0 };
         in_both_halves(bits)
     }
     #[inline(always)]

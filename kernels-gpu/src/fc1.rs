@@ -99,7 +99,7 @@ kernels! {
     fc1_decode_f16_wide[128, 3, early] = |A| body::<F16, Nvfp4, Decode, A, 4, 2, 2>;
     fc1_decode_mxfp4_bf16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 1, 1>;
     fc1_decode_mxfp4_bf16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 1>;
-    fc1_decode_mxfp4_bf16_wide[128, 3, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 2>;
+    fc1_decode_mxfp4_bf16_wide[128, 2, early] = |A| body::<Bf16, Mxfp4, Decode, A, 4, 2, 2>;
     fc1_decode_mxfp4_f16_rows16[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 1, 1>;
     fc1_decode_mxfp4_f16_rows32[128, WARPS_PER_SM / 4, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 1>;
     fc1_decode_mxfp4_f16_wide[128, 3, early] = |A| body::<F16, Mxfp4, Decode, A, 4, 2, 2>;

@@ -133,7 +133,9 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
         let next = work.next(unit);
         let more = work.has(next);
         let now = held;
-        let (expert, alpha) = record(entries, unit);
+        let record = (unit.entry * RECORD_WORDS) as usize;
+        let alpha = f32::from_bits(entries.load(record + 4));
+        let expert = entries.load(record) as usize;
         if more {
             let mut group = 0;
             while group < GROUPS {
@@ -183,7 +185,9 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
             if b2.is_null() {
                 alpha * weight * sum
             } else {
-                (alpha * sum + b2.load(expert as usize * output as usize + row as usize)) * weight
+                // Where registers are few, the expert is loaded again.
+                let expert = if GROUPS > 1 { entries.load(record) as usize } else { expert };
+                (alpha * sum + b2.load(expert * output as usize + row as usize)) * weight
             }
         };
         let mut group = 0;
@@ -261,11 +265,4 @@ impl Work for Fc2 {
 pub(crate) fn output_rows(tile: u32, j: u32, unit_rows: u32, output: u32) -> Rows {
     let (first, step) = tile_rows(tile, j, unit_rows, output);
     Rows { first: [first, first + 2 * step], step, next: 4, last: output - 1 }
-}
-
-/// Expert and alpha2 of a unit's entry.
-#[inline(always)]
-fn record(entries: In<u32>, unit: Unit) -> (u32, f32) {
-    let at = (unit.entry * RECORD_WORDS) as usize;
-    (entries.load(at), f32::from_bits(entries.load(at + 4)))
 }
