@@ -16,6 +16,49 @@ use std::sync::Arc;
 /// Calls in one graph.
 const CALLS: usize = 12;
 
+/// How tokens choose their experts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DrawnRouting {
+    /// Every expert alike.
+    #[default]
+    Uniform,
+    /// Expert e with a weight of 1 / (e + 1).
+    Zipf,
+    /// Always the first top-k experts.
+    Crowded,
+}
+
+impl DrawnRouting {
+    /// All of them.
+    pub const ALL: [DrawnRouting; 3] = [DrawnRouting::Uniform, DrawnRouting::Zipf, DrawnRouting::Crowded];
+
+    /// Its name in small letters.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DrawnRouting::Uniform => "uniform",
+            DrawnRouting::Zipf => "zipf",
+            DrawnRouting::Crowded => "crowded",
+        }
+    }
+
+    /// The `slot`-th choice of a token, which may have been made before.
+    fn expert(self, experts: usize, slot: usize, random: &mut Random) -> usize {
+        match self {
+            DrawnRouting::Uniform => random.next() as usize % experts,
+            DrawnRouting::Crowded => slot,
+            DrawnRouting::Zipf => {
+                let total: f32 = (1..=experts).map(|rank| 1.0 / rank as f32).sum();
+                let mut left = random.in_range(0.0, total);
+                let below = |e: &usize| {
+                    left -= 1.0 / (e + 1) as f32;
+                    left < 0.0
+                };
+                (0..experts).find(below).unwrap_or(experts - 1)
+            }
+        }
+    }
+}
+
 /// What to measure.
 #[derive(Clone, Debug)]
 pub struct DecodeOptions {
@@ -31,6 +74,8 @@ pub struct DecodeOptions {
     pub variants: bool,
     /// Also time each kernel alone.
     pub stages: bool,
+    /// How tokens choose their experts.
+    pub routing: DrawnRouting,
     /// Seed of routings and data.
     pub seed: u64,
 }
@@ -117,7 +162,13 @@ pub(super) struct Batch {
 
 impl Batch {
     /// Normal-looking hidden states, `top_k` distinct experts a token, weights 1 / top_k.
-    pub(super) fn draw(device: &DeviceHandle, shape: &LayerShape, tokens: usize, random: &mut Random) -> Result<Self> {
+    pub(super) fn draw(
+        device: &DeviceHandle,
+        shape: &LayerShape,
+        tokens: usize,
+        routing: DrawnRouting,
+        random: &mut Random,
+    ) -> Result<Self> {
         let x: Vec<u16> = (0..tokens * shape.hidden)
             .map(|_| {
                 let sum: f32 = (0..4).map(|_| random.in_range(-1.0, 1.0)).sum();
@@ -129,7 +180,7 @@ impl Batch {
         for _ in 0..tokens {
             let first = ids.len();
             while ids.len() - first < shape.top_k {
-                let id = (random.next() % shape.experts as u64) as i32;
+                let id = routing.expert(shape.experts, ids.len() - first, random) as i32;
                 if !ids[first..].contains(&id) {
                     ids.push(id);
                     used[id as usize] = true;
@@ -187,8 +238,9 @@ pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&D
         let per_expert = layers[0].bytes_per_expert();
         for &tokens in &options.tokens {
             let mut random = Random(options.seed + tokens as u64);
-            let batches =
-                (0..CALLS).map(|_| Batch::draw(&device, &shape, tokens, &mut random)).collect::<Result<Vec<_>>>()?;
+            let batches = (0..CALLS)
+                .map(|_| Batch::draw(&device, &shape, tokens, options.routing, &mut random))
+                .collect::<Result<Vec<_>>>()?;
             let experts = batches.iter().map(|batch| batch.experts).sum::<usize>() as f32 / CALLS as f32;
             let active = experts as f64 * per_expert as f64;
             let sets = ((ROTATION as f64 / active).ceil() as usize + 1).clamp(2, CALLS);

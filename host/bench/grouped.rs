@@ -107,7 +107,7 @@ pub fn grouped(
                 let calls = CALLS[usize::from(tokens > 128)];
                 let mut random = Random(tokens as u64);
                 let batches = (0..calls)
-                    .map(|_| Batch::draw(&device, &shape, tokens, &mut random))
+                    .map(|_| Batch::draw(&device, &shape, tokens, Default::default(), &mut random))
                     .collect::<Result<Vec<_>>>()?;
                 let active = batches.iter().map(|batch| batch.experts).sum::<usize>() as f32 / calls as f32;
                 let bytes = f64::from(active) * bytes_per_expert(&shape, arithmetic) as f64;

@@ -13,7 +13,7 @@ mod recorded;
 mod router;
 mod timing;
 
-pub use decode::{DecodeOptions, DecodeRow, ReadRow, StageTimes, decode, read_floor};
+pub use decode::{DecodeOptions, DecodeRow, DrawnRouting, ReadRow, StageTimes, decode, read_floor};
 pub use gemm::{GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, TimedGemm, gemm, multiply_rate};
 pub use grouped::{GroupedBenchOptions, GroupedRow, grouped};
 pub use ops::{OpsOptions, OpsRow, ops};

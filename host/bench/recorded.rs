@@ -47,8 +47,21 @@ pub struct BenchShape {
     pub recorded: Option<Recorded>,
 }
 
+/// An NVFP4 layer with top-8 of which nothing is recorded.
+const UNRECORDED: BenchShape = BenchShape {
+    name: "",
+    hidden: 0,
+    intermediate: 0,
+    experts: 0,
+    top_k: 8,
+    format: WeightFormat::Nvfp4,
+    gating: Gating::Silu { limit: None },
+    biases: false,
+    recorded: None,
+};
+
 /// All shapes of the decode table.
-pub const SHAPES: [BenchShape; 7] = [
+pub const SHAPES: [BenchShape; 9] = [
     BenchShape {
         name: "qwen3_30b",
         hidden: 2048,
@@ -162,6 +175,8 @@ pub const SHAPES: [BenchShape; 7] = [
         biases: true,
         recorded: None,
     },
+    BenchShape { name: "qwen36_35b", hidden: 2048, intermediate: 512, experts: 256, ..UNRECORDED },
+    BenchShape { name: "kimi_k2", hidden: 7168, intermediate: 2048, experts: 384, ..UNRECORDED },
 ];
 
 /// Numbers of tokens in the table of layers with FP8 and BF16 experts.

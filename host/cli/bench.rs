@@ -6,8 +6,8 @@ use super::output::{Progress, say, say_json, say_table, table};
 use clap::Subcommand;
 use comfy_table::{Cell, CellAlignment};
 use megamoe::bench::{
-    self, BenchShape, DecodeOptions, DecodeRow, GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, ReadRow, Recorded,
-    RouterOperation, RouterOptions, RouterRow, SHAPES, TOKENS, TimedGemm,
+    self, BenchShape, DecodeOptions, DecodeRow, DrawnRouting, GEMM_SHAPES, GemmOptions, GemmRow, GemmShape, ReadRow,
+    Recorded, RouterOperation, RouterOptions, RouterRow, SHAPES, TOKENS, TimedGemm,
 };
 use megamoe::device::{Device, Properties};
 use megamoe::plan::variants;
@@ -63,6 +63,9 @@ struct DecodeArgs {
     /// Time each kernel alone too.
     #[arg(long)]
     stages: bool,
+    /// How tokens choose their experts: uniform, zipf (expert e with a weight of 1/(e + 1)), crowded (always the first top-k).
+    #[arg(long, default_value = "uniform")]
+    routing: String,
     /// Seed of routings and data.
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -249,6 +252,7 @@ fn decode(args: &DecodeArgs) -> Result<Verdict> {
         Order::Seed { split } => (format!("seed{}", split.count()), order),
         Order::Decode => ("decode".to_owned(), order),
     });
+    let routings = DrawnRouting::ALL.map(|routing| (routing.name().to_owned(), routing));
     let activations = [("f16".to_owned(), Activation::F16), ("bf16".to_owned(), Activation::Bf16)];
     if let Some(tokens) = args.tokens.iter().find(|&&tokens| tokens == 0) {
         return Err(Error::argument("tokens", tokens, "at least 1"));
@@ -260,6 +264,7 @@ fn decode(args: &DecodeArgs) -> Result<Verdict> {
         orders: named("orders", &args.orders, &orders)?,
         variants: args.variants,
         stages: args.stages,
+        routing: named("routing", std::slice::from_ref(&args.routing), &routings)?[0],
         seed: args.seed,
     };
     let gpu = open_gpu()?;

@@ -9,9 +9,7 @@ use comfy_table::Cell;
 use console::style;
 use cuda_std::arch::ArchId;
 use megamoe::device::DeviceHandle;
-use megamoe::diff::{
-    CaseFile, Comparison, DrawOptions, Family, Op, Output, Random, UlpHistogram, draw_op, drawn_orders,
-};
+use megamoe::diff::{CaseFile, Comparison, DrawOptions, Family, Op, Output, Random, UlpHistogram, draw_op};
 use megamoe::{Activation, Error, Gating, LayerOptions, LayerShape, Order, Result, Split};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -534,7 +532,7 @@ fn random_draw(args: &Args, op: Op, family: Family, seed: u64) -> Result<DrawOpt
     let tokens = if op.weights().is_some() { below(20) } else { 256 + below(500) };
     let activation = [Activation::Bf16, Activation::F16][below(2)];
     let limit = [None, None, Some(1.0), Some(7.0)][below(4)];
-    let orders = drawn_orders();
+    let orders = Order::ALL;
     let drawn = orders[below(orders.len())];
     let joined = [GatingName::Silu, GatingName::Silu, GatingName::SwigluOai][below(3)];
     let biases = below(3) == 0;

@@ -2,7 +2,7 @@
 
 use super::case::{Case, Random};
 use crate::reference::math;
-use crate::types::{Activation, LayerShape, Order, WeightFormat, XType};
+use crate::types::{Activation, LayerShape, WeightFormat, XType};
 use std::fmt;
 use std::str::FromStr;
 
@@ -65,11 +65,6 @@ impl FromStr for Family {
         let known = || Family::ALL.map(Family::name).join(", ");
         Family::ALL.into_iter().find(|family| family.name() == name).ok_or_else(|| format!("one of {} needed", known()))
     }
-}
-
-/// The orders of sums that random cases take turns in: those that kernels have.
-pub fn drawn_orders() -> Vec<Order> {
-    Order::ALL.into_iter().filter(|order| matches!(order, Order::Seed { .. })).collect()
 }
 
 /// An NVFP4 case of `family` for `tokens` tokens, the same for the same arguments. x is bf16; [`Case::x_as_f16`] converts it. `shape` must

@@ -9,6 +9,6 @@ mod probe;
 
 pub use case::{Case, DeviceCase, ONE, Random, SHAPE, floats, one};
 pub use compare::{Comparison, LOWEST, Mismatch, UlpHistogram};
-pub use draw::{Family, draw, draw_in, drawn_orders};
+pub use draw::{Family, draw, draw_in};
 pub use file::CaseFile;
 pub use op::{DrawOptions, Element, Op, OpCase, Output, draw_op, name_of};

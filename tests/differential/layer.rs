@@ -1,7 +1,7 @@
 //! The whole layer: kernels on every device against the exact reference, bit for bit.
 
 use crate::common::{
-    any_emulator, approximate_gpu, argument_of, assert_same, devices, difference, emulator, gpu, scale,
+    any_emulator, approximate_gpu, argument_of, assert_same, devices, difference, emulator, gpu, is_emulated, scale,
 };
 use cuda_std::arch::ArchId;
 use megamoe::device::{Buffer, DeviceHandle};
@@ -405,6 +405,31 @@ fn tokens_do_not_depend_on_their_batch() {
             for (place, (got, &token)) in shuffled.chunks(output).zip(&order).enumerate() {
                 assert_eq!(got, row(token), "{name}, token {token} at {place}");
             }
+        }
+    }
+}
+
+/// One token has the same bits in every batch from 1 to 128, whichever variants the plans choose: every kind of tile is among them.
+#[test]
+fn one_token_in_batches_of_every_size() {
+    for device in std::iter::once(emulator(ArchId::Sm90, 2, 5)).chain(gpu()) {
+        let shape = if is_emulated(&device) { shape(272, 48, 40, 6, 3) } else { shape(2048, 768, 2048, 32, 8) };
+        let sizes: &[usize] = if is_emulated(&device) { &[1, 2, 3, 9, 40] } else { &[1, 2, 3, 4, 8, 16, 33, 64, 128] };
+        let most = *sizes.last().unwrap();
+        for activation in [Activation::Bf16, Activation::F16] {
+            let mut case = draw(Family::Random, shape, most, 21);
+            case.options.activation = activation;
+            let layer = case.on(&device).unwrap();
+            let choice = |tokens| plan::choose_variant(&shape, tokens, device.properties()).name(Order::Decode);
+            let kinds = sizes.iter().map(|&tokens| choice(tokens));
+            assert_eq!(kinds.collect::<std::collections::BTreeSet<_>>().len(), 3);
+            let whole = layer.run().unwrap().out;
+            for &tokens in sizes {
+                let got = case.tokens_only(0..tokens).run_on(&device).unwrap().out;
+                assert_eq!(got, whole[..got.len()], "{activation:?}, {tokens} tokens");
+            }
+            let wanted = case.tokens_only(0..1).run(Mode::Exact).unwrap().out;
+            assert_eq!(wanted, whole[..wanted.len()], "{activation:?}");
         }
     }
 }
