@@ -232,7 +232,7 @@ impl Bench<'_> {
     fn unpermute(&self, tokens: usize, output: usize) -> Result<[OpsRow; 4]> {
         let device = &self.device;
         let (pairs, width) = (tokens * TOP_K, output * 2);
-        let reduced = (pairs + tokens) * width + pairs * 8;
+        let reduced = reduced_bytes(tokens, output);
         let sets = Self::sets(reduced);
         let mut random = Random(1);
         let mut rows: Vec<i32> = (0..pairs as i32).collect();
@@ -288,7 +288,7 @@ impl Bench<'_> {
         };
         let (twice, once) = (both(Rounding::Twice)?, both(Rounding::Once)?);
         drop(buffers);
-        let joined = reduced + (2 * tokens + 1) * width;
+        let joined = joined_bytes(tokens, output);
         Ok([
             self.row("unpermute_reduce", output, tokens, reduce, reduced)?,
             self.row("blend", output, tokens, blend, (4 * tokens + 1) * width)?,
@@ -298,13 +298,23 @@ impl Bench<'_> {
     }
 }
 
+/// Bytes that the weighted sum of `tokens` tokens moves: rows, sums, rows' places and weights.
+fn reduced_bytes(tokens: usize, output: usize) -> usize {
+    tokens * (TOP_K + 1) * output * 2 + tokens * TOP_K * 8
+}
+
+/// The same together with the shared expert's part: its rows, its gate's operands.
+fn joined_bytes(tokens: usize, output: usize) -> usize {
+    reduced_bytes(tokens, output) + (2 * tokens + 1) * output * 2
+}
+
 /// Measures everything in `options`; `report` sees each row as it is done.
 pub fn ops(gpu: &Arc<Gpu>, options: &OpsOptions, mut report: impl FnMut(&OpsRow)) -> Result<Vec<OpsRow>> {
     let device: DeviceHandle = gpu.clone();
     let most = |sizes: &[usize]| sizes.iter().copied().max().unwrap_or(1);
     let tokens = most(&options.tokens);
     let widest = (2 * TOP_K * most(&options.intermediate)).max(most(&options.hidden));
-    let moved = (tokens * (TOP_K + 3) * most(&options.hidden) * 2 + 2 * most(&options.hidden)).max(tokens * widest * 4);
+    let moved = joined_bytes(tokens, most(&options.hidden)).max(tokens * widest * 4);
     let len = (tokens * widest).max(moved.div_ceil(4)).max(ROTATION / 2) + bandwidth::BLOCK_BYTES;
     let mut random = Random(1);
     let mut values: Vec<u16> = (0..1 << 20)

@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::setup::{self, make_executable};
 use crate::{cargo, root, step};
 
-const LIMIT: u64 = 60 << 20;
+const LIMIT: u64 = 100 << 20;
 
 /// Tests that say nothing about a GPU, or that need a compiler.
 const LEFT_OUT: [&str; 6] = ["ptx", "checkpoint", "checkpoint_moe", "formats", "golden", "reference"];
