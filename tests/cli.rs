@@ -544,7 +544,7 @@ fn inspect_shows_formats_and_plans() {
     assert_eq!(report["layers"][1]["moe"]["formats"], json!(["nvfp4 (compressed-tensors)"]));
     assert_eq!((&report["layers"][0]["moe"], &report["plans"][0]["layer"]), (&Value::Null, &json!(1)));
     assert_eq!(report["plans"][0]["kernels"].as_array().unwrap().len(), 4);
-    assert!(stdout(&megamoe(&["inspect", checkpoint.to_str().unwrap()])).contains("fc1_seed"));
+    assert!(stdout(&megamoe(&["inspect", checkpoint.to_str().unwrap()])).contains("fc1_decode"));
     refused(&megamoe(&["inspect", "/nonexistent"]), &["/nonexistent"]);
 }
 
@@ -597,7 +597,7 @@ fn inspect_plans_every_format() {
     let fp8 = of(Dtype::F8_E4M3, Some("weight_scale_inv"));
     let quantised: &[&str] = &["--fp8-activations", "--tokens", "1024"];
     for (folder, more, arithmetic, count, kernel) in [
-        (&mxfp4, &[][..], "mxfp4", 4, "fc1_seed"),
+        (&mxfp4, &[][..], "mxfp4", 4, "fc1_decode"),
         (&bf16, &[], "bf16", 8, "moe_bf16_grouped_gemm"),
         (&fp8, &[], "w8a16", 8, "moe_fp8_grouped_gemm"),
         (&fp8, quantised, "w8a8", 7, "moe_w8a8_gateup_silu_e4m3"),

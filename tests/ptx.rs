@@ -13,13 +13,13 @@ use cuda_std::kernel::Kernel;
 
 include!(concat!(env!("OUT_DIR"), "/ptx_modules.rs"));
 
-/// Registers that a kernel whose name starts so may use, on any architecture. The kernels that stream weights need
-/// 16 warps on a multiprocessor, hence 128; the others are short and must not hold back occupancy.
+/// Registers that a kernel whose name starts so may use, on any architecture. How many those that stream weights may use
+/// follows from the blocks that they declare to be resident; the others are short and must not hold back occupancy.
 const REGISTER_CEILINGS: [(&str, u32); 25] = [
     ("combine", 64),
     ("copy", 64),
-    ("fc1", 128),
-    ("fc2", 128),
+    ("fc1", 255),
+    ("fc2", 255),
     // Two sets of sums for each output: block scales enter between them.
     ("moe_fp8", 255),
     ("moe_w8a8", 255),
@@ -78,6 +78,8 @@ fn declared() -> BTreeMap<&'static str, Bounds> {
         bandwidth::multiply,
         bandwidth::read,
         combine::combine,
+        direct::fc1_direct,
+        direct::fc2_direct,
         fc1::fc1,
         fc2::fc2,
         gemm::bf16,

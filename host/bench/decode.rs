@@ -1,13 +1,15 @@
 //! The decode table.
 
 use super::recorded::{BenchShape, TOKENS};
-use super::timing::{ROTATION, noise, time};
+use super::timing::{ROTATION, noise, normal_bf16, time};
 use crate::device::{Buffer, DeviceHandle, Gpu, Grid, launch};
 use crate::diff::Random;
 use crate::error::Result;
 use crate::layer::{BiasBuffers, Hidden, Inputs, Layer, Stage, WeightLengths};
+use crate::ops::router::RouterGemm;
+use crate::ops::topk::{Logits, TopK};
 use crate::plan::{Plan, choose_variant, variants};
-use crate::types::{Activation, LayerOptions, LayerShape, Order, WeightFormat};
+use crate::types::{Activation, LayerOptions, LayerShape, Order, Routing, Scoring, WeightFormat};
 use crate::workspace::Workspace;
 use kernels_gpu::bandwidth;
 use serde::Serialize;
@@ -76,6 +78,8 @@ pub struct DecodeOptions {
     pub stages: bool,
     /// How tokens choose their experts.
     pub routing: DrawnRouting,
+    /// Let a BF16 router and its softmax top-k choose them instead, as part of the layer.
+    pub router: bool,
     /// Seed of routings and data.
     pub seed: u64,
 }
@@ -108,7 +112,7 @@ pub struct DecodeRow {
     pub variant: String,
     /// Whether a layer uses this by default.
     pub default: bool,
-    /// Microseconds of a layer, from bf16 hidden states and top-k ids to bf16 output.
+    /// Microseconds of a layer, from bf16 hidden states and top-k ids (or, with a router, hidden states alone) to bf16 output.
     pub microseconds: f32,
     /// Mean number of distinct experts.
     pub experts: f32,
@@ -222,6 +226,46 @@ fn random_layer(device: &DeviceHandle, bench: &BenchShape, shape: LayerShape, se
     )
 }
 
+/// Chooses the experts of each call's tokens, with weights of its own for each.
+struct Router {
+    gemm: RouterGemm,
+    topk: TopK,
+    weights: Vec<Buffer<u16>>,
+    logits: Buffer<f32>,
+}
+
+impl Router {
+    fn new(device: &DeviceHandle, shape: &LayerShape, tokens: usize) -> Result<Self> {
+        let LayerShape { hidden, experts, top_k, .. } = *shape;
+        let routing = Routing { scoring: Scoring::Softmax, top_k, renormalize: true, groups: None, scale: 1.0 };
+        let weights = |call| Buffer::from_slice(device, &normal_bf16(experts * hidden, 0.02, call));
+        Ok(Router {
+            gemm: RouterGemm::new(device, hidden, experts)?,
+            topk: TopK::new(device, experts, routing)?,
+            weights: (0..CALLS as u64).map(weights).collect::<Result<_>>()?,
+            logits: Buffer::new(device, tokens * experts)?,
+        })
+    }
+
+    /// Fills in `batch`'s ids and weights.
+    fn launch(&self, call: usize, tokens: usize, batch: &Batch) -> Result<()> {
+        self.gemm.launch(&batch.x, &self.weights[call], None, tokens, &self.logits)?;
+        self.topk.launch(Logits::F32(&self.logits), None, tokens, &batch.topk_ids, &batch.topk_weights)
+    }
+
+    /// Runs once for each batch, and counts again how many experts are distinct.
+    fn choose(&self, tokens: usize, batches: &mut [Batch]) -> Result<()> {
+        for (call, batch) in batches.iter_mut().enumerate() {
+            self.launch(call, tokens, batch)?;
+            let mut ids = batch.topk_ids.download()?;
+            ids.sort_unstable();
+            ids.dedup();
+            batch.experts = ids.len();
+        }
+        Ok(())
+    }
+}
+
 /// Measures everything in `options`; `report` sees each row as it is done.
 pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&DecodeRow)) -> Result<Vec<DecodeRow>> {
     let device: DeviceHandle = gpu.clone();
@@ -238,9 +282,13 @@ pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&D
         let per_expert = layers[0].bytes_per_expert();
         for &tokens in &options.tokens {
             let mut random = Random(options.seed + tokens as u64);
-            let batches = (0..CALLS)
+            let mut batches = (0..CALLS)
                 .map(|_| Batch::draw(&device, &shape, tokens, options.routing, &mut random))
                 .collect::<Result<Vec<_>>>()?;
+            let router = if options.router { Some(Router::new(&device, &shape, tokens)?) } else { None };
+            if let Some(router) = &router {
+                router.choose(tokens, &mut batches)?;
+            }
             let experts = batches.iter().map(|batch| batch.experts).sum::<usize>() as f32 / CALLS as f32;
             let active = experts as f64 * per_expert as f64;
             let sets = ((ROTATION as f64 / active).ceil() as usize + 1).clamp(2, CALLS);
@@ -259,14 +307,23 @@ pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&D
                     for variant in variants {
                         let plan = Plan::with_variant(&device, shape, arithmetic, tokens, variant)?;
                         let workspace = Workspace::new(&device, &plan)?;
-                        let call = |stages: &[Stage]| {
-                            batches.iter().enumerate().try_for_each(|(i, batch)| {
-                                let (topk_ids, topk_weights) = (&batch.topk_ids, &batch.topk_weights);
-                                let inputs = Inputs { tokens, x: Hidden::Bf16(&batch.x), topk_ids, topk_weights };
-                                layers[i % sets].enqueue(&plan, &workspace, inputs, &out, stages)
-                            })
+                        let layer_call = |i: usize, batch: &Batch, stages: &[Stage]| {
+                            let (topk_ids, topk_weights) = (&batch.topk_ids, &batch.topk_weights);
+                            let inputs = Inputs { tokens, x: Hidden::Bf16(&batch.x), topk_ids, topk_weights };
+                            layers[i % sets].enqueue(&plan, &workspace, inputs, &out, stages)
                         };
-                        let microseconds = time(gpu, CALLS, || call(&Stage::ALL))?;
+                        let call = |stages: &[Stage]| {
+                            batches.iter().enumerate().try_for_each(|(i, batch)| layer_call(i, batch, stages))
+                        };
+                        let microseconds = match &router {
+                            None => time(gpu, CALLS, || call(&Stage::ALL))?,
+                            Some(router) => time(gpu, CALLS, || {
+                                batches.iter().enumerate().try_for_each(|(i, batch)| {
+                                    router.launch(i, tokens, batch)?;
+                                    layer_call(i, batch, &Stage::ALL)
+                                })
+                            })?,
+                        };
                         let alone = |stage| time(gpu, CALLS, || call(&[stage]));
                         let stages = match options.stages {
                             true => Some(StageTimes {

@@ -66,6 +66,9 @@ struct DecodeArgs {
     /// How tokens choose their experts: uniform, zipf (expert e with a weight of 1/(e + 1)), crowded (always the first top-k).
     #[arg(long, default_value = "uniform")]
     routing: String,
+    /// A BF16 router with softmax top-k chooses the experts, as part of the layer: the time runs from hidden states alone.
+    #[arg(long, conflicts_with = "routing")]
+    router: bool,
     /// Seed of routings and data.
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -265,6 +268,7 @@ fn decode(args: &DecodeArgs) -> Result<Verdict> {
         variants: args.variants,
         stages: args.stages,
         routing: named("routing", std::slice::from_ref(&args.routing), &routings)?[0],
+        router: args.router,
         seed: args.seed,
     };
     let gpu = open_gpu()?;
@@ -295,6 +299,9 @@ fn decode(args: &DecodeArgs) -> Result<Verdict> {
             "\n{name}: {format}, hidden {hidden}, intermediate {intermediate}, experts {experts}, top-{top_k}"
         ));
         say_table(&decode_table(shape, rows.iter().filter(|row| row.shape == name), bandwidth, options.stages));
+    }
+    if options.router {
+        say("\nRouter and top-k are part of these layers, and not of the recorded ones.");
     }
     say(
         "\n* the layer's default. floor: a read-only kernel over the same bytes; CUDA: a CUDA C++ kernel with the same order of sums, its best split; best: the fastest other 4-bit implementation (all recorded figures).",
