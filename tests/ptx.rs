@@ -395,8 +395,13 @@ fn planted_faults_in_the_resources_are_found() {
     assert_eq!(check(used), Vec::<String>::new());
     assert_eq!(check(Resources { stack: 8, ..used }).len(), 1);
     assert_eq!(check(Resources { spill_loads: 4, ..used }).len(), 1);
-    // Over the ceiling, and too many for two blocks.
-    assert_eq!(check(Resources { registers: 129, ..used }).len(), 2);
+    // Too many for two blocks.
+    assert_eq!(check(Resources { registers: 129, ..used }).len(), 1);
+    // Over the ceiling of a short kernel, and at it.
+    let short = BTreeMap::from([("combine_x", (256, 2, false))]);
+    let of_short =
+        |registers| resources(&BTreeMap::from([("combine_x".into(), Resources { registers, ..used })]), &short);
+    assert_eq!((of_short(64).len(), of_short(65).len()), (0, 1));
     assert_eq!(resources(&BTreeMap::new(), &declared), ["fc1_x: not assembled"]);
     let unknown = BTreeMap::from([("new_kernel", (32, 1, false))]);
     assert_eq!(resources(&BTreeMap::from([("new_kernel".to_string(), used)]), &unknown).len(), 1);
