@@ -104,7 +104,7 @@ impl Split {
 
 /// Named order of the sums of a layer. The bits of a result are a function of the inputs, the activation and this; docs/bits.md
 /// defines each order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Order {
     /// 128-k chunks ascending, eight mma a chunk, 256-k segments divided among `split` partial sums.
     Seed {
@@ -113,6 +113,7 @@ pub enum Order {
     },
     /// The same chunks, other k in each mma; segment s of FC1 belongs to partial sum s mod 4, of which there are always four. NVFP4
     /// weights enter divided by 2^8 (bf16) or 2^7 (f16), and the finished sums are multiplied by that.
+    #[default]
     Decode,
 }
 
@@ -150,12 +151,6 @@ impl std::fmt::Display for Order {
             Order::Seed { split } => write!(f, "seed, split {}", split.count()),
             Order::Decode => f.write_str("decode"),
         }
-    }
-}
-
-impl Default for Order {
-    fn default() -> Self {
-        Order::Decode
     }
 }
 

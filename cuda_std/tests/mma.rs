@@ -266,9 +266,9 @@ fn e4m3_is_two_of_f16() {
     for round in 0..100 {
         let mut code = |round: u32| match round % 4 {
             0 => next() as u8,
-            1 => 0x30 + (next() % 16) as u8 | (next() as u8 & 0x80),
+            1 => (0x30 + (next() % 16) as u8) | (next() as u8 & 0x80),
             2 => (next() % 12) as u8 | (next() as u8 & 0x80),
-            _ => 0x70 + (next() % 15) as u8 | (next() as u8 & 0x80),
+            _ => (0x70 + (next() % 15) as u8) | (next() as u8 & 0x80),
         };
         let (a, b): (Vec<u8>, Vec<u8>) =
             ((0..512).map(|_| code(round)).collect(), (0..256).map(|_| code(round)).collect());

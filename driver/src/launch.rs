@@ -34,9 +34,12 @@ const _: () = {
     assert!(std::mem::offset_of!(Config, attributes) == 40 && std::mem::offset_of!(Config, number) == 48);
 };
 
+/// `cuLaunchKernelEx`.
+type LaunchKernelEx = unsafe extern "C" fn(*const Config, *mut c_void, *mut *mut c_void, *mut *mut c_void) -> c_int;
+
 /// Launches kernels that may start before the kernel ahead of them in the stream has ended.
 #[derive(Clone, Copy, Debug)]
-pub struct EarlyLaunch(unsafe extern "C" fn(*const Config, *mut c_void, *mut *mut c_void, *mut *mut c_void) -> c_int);
+pub struct EarlyLaunch(LaunchKernelEx);
 
 impl EarlyLaunch {
     /// None where the driver cannot, also in a stream capture.
@@ -51,7 +54,7 @@ impl EarlyLaunch {
         }
         let launch = crate::symbol("cuLaunchKernelEx")?;
         // SAFETY: the driver API declares `CUresult cuLaunchKernelEx(const CUlaunchConfig *, CUfunction, void **, void **)`.
-        Some(EarlyLaunch(unsafe { std::mem::transmute::<*const c_void, _>(launch) }))
+        Some(EarlyLaunch(unsafe { std::mem::transmute::<*const c_void, LaunchKernelEx>(launch) }))
     }
 
     /// `cuLaunchKernelEx` of a one-dimensional grid, with programmatic stream serialisation. The driver's result.

@@ -1,7 +1,7 @@
 //! E2M1 codes and block scales into mma operands.
 //!
-//! Decoding by bit arithmetic gives a code times a small power of two; a packed product makes it whole ([`Seed`] and all MXFP4
-//! weights), or the block scale takes the power in ([`Decode`] with NVFP4 weights, which saves that product).
+//! Decoding by bit arithmetic gives a code times a small power of two; a packed product makes it whole ([`Seed`](crate::order::Seed) and all MXFP4
+//! weights), or the block scale takes the power in ([`Decode`](crate::order::Decode) with NVFP4 weights, which saves that product).
 
 use crate::order::Order;
 use cuda_std::arch::Arch;

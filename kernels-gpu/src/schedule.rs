@@ -18,7 +18,7 @@ pub trait Work: Copy {
 }
 
 /// Matrix rows of a tile for the lanes with r mod 4 = j: row 4i + j of half 0 (rows 0 to 7) or 1 (rows 8 to 15) of 16 rows number
-/// n is first[half] + (n·`next` + i)·step, for i = 0 and 1, but at most `last`.
+/// n is `first[half]` + (n·`next` + i)·step, for i = 0 and 1, but at most `last`.
 #[derive(Clone, Copy)]
 pub struct Rows {
     /// First row of each half.

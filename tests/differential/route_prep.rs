@@ -59,7 +59,7 @@ impl Batch {
             from: XType::Bf16,
             to: Activation::Bf16,
             groups: 1 + seed as usize % 2,
-            order: if seed / 2 % 2 == 0 { Order::Decode } else { Order::Seed { split: Split::S1 } },
+            order: if (seed / 2).is_multiple_of(2) { Order::Decode } else { Order::Seed { split: Split::S1 } },
             ids: (0..tokens * top_k).map(|_| (random.next() % (experts as u64 + 3)) as i32 - 2).collect(),
             weights: (0..tokens * top_k).map(|_| random.in_range(-2.0, 2.0)).collect(),
             alpha1: (0..2 * experts).map(|_| random.in_range(-1.0, 1.0)).collect(),
