@@ -7,13 +7,13 @@
 //! FC2: a block takes a tile of 16 output rows, warp w the slots w, w + 8, …; the block then adds the slots up in their order.
 
 use crate::dequant::{Activation, Format, Mxfp4, Nvfp4, folds};
-use crate::fc1::{join, unit_columns, up_and_gate};
-use crate::fc2::output_rows;
+use crate::fc1::{UpAndGate, join, unit_columns};
+use crate::fc2::OutputRows;
 use crate::layout::permute::{position, row_stride, word_position};
 use crate::layout::tile::tile_rows;
 use crate::order::{Decode, Order};
 use crate::route_prep::finite;
-use crate::schedule::{Rows, Schedule, Unit, Work};
+use crate::schedule::{Rows, Schedule, Tiles, Unit, Work};
 use crate::status;
 use crate::stream::{Feed, ROWS, SEGMENT, Weights, ring_bytes};
 use crate::tensor::{self, multiply, reload};
@@ -165,7 +165,7 @@ impl Work for Fc1 {
     }
     #[inline(always)]
     fn rows(&self, unit: Unit, j: u32) -> Rows {
-        up_and_gate(unit.tile, j, unit_columns(1), self.intermediate)
+        UpAndGate { unit_columns: unit_columns(1), intermediate: self.intermediate }.rows(unit.tile, j)
     }
 }
 
@@ -404,7 +404,7 @@ impl Work for Fc2 {
     }
     #[inline(always)]
     fn rows(&self, unit: Unit, j: u32) -> Rows {
-        output_rows(unit.tile % self.tiles, j, ROWS, self.output)
+        OutputRows { unit_rows: ROWS, output: self.output }.rows(unit.tile % self.tiles, j)
     }
 }
 

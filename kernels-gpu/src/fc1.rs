@@ -11,7 +11,7 @@ use crate::layout::permute::{position, row_stride};
 use crate::layout::tile::tile_rows;
 use crate::order::{Decode, Order, Seed};
 use crate::route_prep::{GROUP, RECORD_WORDS, SLOT_WORDS};
-use crate::schedule::{Rows, Schedule, Unit, Work};
+use crate::schedule::{Entries, Rows, Schedule, Tiles, Unit, Work};
 use crate::status;
 use crate::stream::{Feed, SEGMENT, Weights, ring_bytes};
 use crate::tensor::{self, multiply, reload};
@@ -134,7 +134,7 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const SPLIT: u32, const TIL
 
     let unit_columns = unit_columns(TILES as u32);
     let (schedule, first) = Schedule::new(entry_count.load(0), intermediate / unit_columns, grid_dim(), block_idx());
-    let work = Fc1 { schedule, entries, unit_columns, intermediate };
+    let work = Entries { schedule, entries, tiles: UpAndGate { unit_columns, intermediate } };
     let ring = warp() * ring_bytes::<F>(TILES as u32);
     let mut feed = Feed::<F, O, _, TILES>::start(ring, weights, work, first, segments);
 
@@ -272,47 +272,20 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const SPLIT: u32, const TIL
     }
 }
 
-/// The units of a block.
+/// Rows of up, and the same of gate.
 #[derive(Clone, Copy)]
-struct Fc1 {
-    schedule: Schedule,
-    entries: In<u32>,
-    unit_columns: u32,
-    intermediate: u32,
+pub(crate) struct UpAndGate {
+    /// Intermediate columns of a tile.
+    pub(crate) unit_columns: u32,
+    pub(crate) intermediate: u32,
 }
 
-impl Fc1 {
-    /// Pairs of a unit.
+impl Tiles for UpAndGate {
     #[inline(always)]
-    fn count(&self, unit: Unit) -> u32 {
-        self.entries.load((unit.entry * RECORD_WORDS) as usize + 1)
+    fn rows(&self, tile: u32, j: u32) -> Rows {
+        let (up, step) = tile_rows(tile, j, self.unit_columns, self.intermediate);
+        Rows { first: [up, self.intermediate + up], step, next: 2, last: u32::MAX }
     }
-}
-
-impl Work for Fc1 {
-    #[inline(always)]
-    fn has(&self, unit: Unit) -> bool {
-        self.schedule.has(unit)
-    }
-    #[inline(always)]
-    fn next(&self, unit: Unit) -> Unit {
-        self.schedule.next(unit)
-    }
-    #[inline(always)]
-    fn expert(&self, unit: Unit) -> u32 {
-        self.entries.load((unit.entry * RECORD_WORDS) as usize)
-    }
-    #[inline(always)]
-    fn rows(&self, unit: Unit, j: u32) -> Rows {
-        up_and_gate(unit.tile, j, self.unit_columns, self.intermediate)
-    }
-}
-
-/// Rows of up, and the same of gate, of a tile of `unit_columns` intermediate columns.
-#[inline(always)]
-pub(crate) fn up_and_gate(tile: u32, j: u32, unit_columns: u32, intermediate: u32) -> Rows {
-    let (up, step) = tile_rows(tile, j, unit_columns, intermediate);
-    Rows { first: [up, intermediate + up], step, next: 2, last: u32::MAX }
 }
 
 /// h before its rounding, left to right, NaN kept.

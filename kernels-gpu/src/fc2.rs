@@ -8,7 +8,7 @@ use crate::layout::permute::row_stride;
 use crate::layout::tile::tile_rows;
 use crate::order::{Decode, Order, Seed};
 use crate::route_prep::{GROUP, RECORD_WORDS, SLOT_WORDS};
-use crate::schedule::{Rows, Schedule, Unit, Work};
+use crate::schedule::{Entries, Rows, Schedule, Tiles, Unit, Work};
 use crate::stream::{Feed, ROWS, SEGMENT, Weights, ring_bytes};
 use crate::tensor::{self, multiply, reload};
 use cuda_std::arch::Arch;
@@ -94,7 +94,7 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
     let worker = warp() * grid_dim() + block_idx();
     let unit_rows = ROWS * TILES as u32;
     let (schedule, first) = Schedule::new(entry_count.load(0), output.div_ceil(unit_rows), grid_dim() * WARPS, worker);
-    let work = Fc2 { schedule, entries, unit_rows, output };
+    let work = Entries { schedule, entries, tiles: OutputRows { unit_rows, output } };
     let ring = warp() * ring_bytes::<F>(TILES as u32);
     let mut feed = Feed::<F, O, _, TILES>::start(ring, weights, work, first, segments);
 
@@ -224,45 +224,18 @@ fn body<T: Activation, F: Format, O: Order, A: Arch, const WARPS: u32, const TIL
     }
 }
 
-/// The units of a warp.
+/// Output rows. Those past the end are copied from the last row and never stored.
 #[derive(Clone, Copy)]
-struct Fc2 {
-    schedule: Schedule,
-    entries: In<u32>,
-    unit_rows: u32,
-    output: u32,
+pub(crate) struct OutputRows {
+    /// Rows of a tile.
+    pub(crate) unit_rows: u32,
+    pub(crate) output: u32,
 }
 
-impl Fc2 {
-    /// Pairs of a unit.
+impl Tiles for OutputRows {
     #[inline(always)]
-    fn count(&self, unit: Unit) -> u32 {
-        self.entries.load((unit.entry * RECORD_WORDS) as usize + 1)
+    fn rows(&self, tile: u32, j: u32) -> Rows {
+        let (first, step) = tile_rows(tile, j, self.unit_rows, self.output);
+        Rows { first: [first, first + 2 * step], step, next: 4, last: self.output - 1 }
     }
-}
-
-impl Work for Fc2 {
-    #[inline(always)]
-    fn has(&self, unit: Unit) -> bool {
-        self.schedule.has(unit)
-    }
-    #[inline(always)]
-    fn next(&self, unit: Unit) -> Unit {
-        self.schedule.next(unit)
-    }
-    #[inline(always)]
-    fn expert(&self, unit: Unit) -> u32 {
-        self.entries.load((unit.entry * RECORD_WORDS) as usize)
-    }
-    #[inline(always)]
-    fn rows(&self, unit: Unit, j: u32) -> Rows {
-        output_rows(unit.tile, j, self.unit_rows, self.output)
-    }
-}
-
-/// Rows of a tile of `unit_rows` output rows. Rows past the end are copied from the last row and never stored.
-#[inline(always)]
-pub(crate) fn output_rows(tile: u32, j: u32, unit_rows: u32, output: u32) -> Rows {
-    let (first, step) = tile_rows(tile, j, unit_rows, output);
-    Rows { first: [first, first + 2 * step], step, next: 4, last: output - 1 }
 }

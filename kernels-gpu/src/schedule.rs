@@ -3,7 +3,9 @@
 //! [`Schedule`]: Unit u is tile u mod `tiles` of entry u / `tiles`; a worker that starts at
 //! unit `first` goes on in steps of the number of workers. Fixed in advance: no atomics, no influence on any bit.
 
+use crate::route_prep::RECORD_WORDS;
 use core::num::NonZeroU32;
+use cuda_std::memory::In;
 
 /// What a persistent warp works through.
 pub trait Work: Copy {
@@ -36,6 +38,50 @@ impl Rows {
     #[inline(always)]
     pub fn at(self, half: usize, tile: u32, i: u32) -> u32 {
         (self.first[half] + (tile * self.next + i) * self.step).min(self.last)
+    }
+}
+
+/// Which matrix rows a tile has.
+pub trait Tiles: Copy {
+    /// Those of tile `tile` for the lanes with r mod 4 = `j`.
+    fn rows(&self, tile: u32, j: u32) -> Rows;
+}
+
+/// Units that are entries of the routing table times tiles.
+#[derive(Clone, Copy)]
+pub struct Entries<T> {
+    /// Their order.
+    pub schedule: Schedule,
+    /// [entries, RECORD_WORDS] records.
+    pub entries: In<u32>,
+    /// The tiles.
+    pub tiles: T,
+}
+
+impl<T> Entries<T> {
+    /// Pairs of a unit.
+    #[inline(always)]
+    pub fn count(&self, unit: Unit) -> u32 {
+        self.entries.load((unit.entry * RECORD_WORDS) as usize + 1)
+    }
+}
+
+impl<T: Tiles> Work for Entries<T> {
+    #[inline(always)]
+    fn has(&self, unit: Unit) -> bool {
+        self.schedule.has(unit)
+    }
+    #[inline(always)]
+    fn next(&self, unit: Unit) -> Unit {
+        self.schedule.next(unit)
+    }
+    #[inline(always)]
+    fn expert(&self, unit: Unit) -> u32 {
+        self.entries.load((unit.entry * RECORD_WORDS) as usize)
+    }
+    #[inline(always)]
+    fn rows(&self, unit: Unit, j: u32) -> Rows {
+        self.tiles.rows(unit.tile, j)
     }
 }
 
