@@ -1037,7 +1037,7 @@ fn decode_folds_f16_weights_by_2_to_the_7() {
     let lost = [whole[0], power(-10)];
     for (format, order, wanted) in [
         (WeightFormat::Nvfp4, Order::Decode, lost),
-        (WeightFormat::Nvfp4, Order::default(), whole),
+        (WeightFormat::Nvfp4, Order::Seed { split: Split::S4 }, whole),
         (WeightFormat::Mxfp4, Order::Decode, whole),
     ] {
         assert_eq!(sums((format, Activation::F16), order, 32, -10, &values), wanted, "{format} {order}");
@@ -1051,7 +1051,7 @@ fn decode_folds_bf16_weights_by_2_to_the_8() {
     let [whole, lost] = [[power(-141), power(-142)], [power(-141), 0.0]];
     for (format, order, wanted) in [
         (WeightFormat::Nvfp4, Order::Decode, lost),
-        (WeightFormat::Nvfp4, Order::default(), whole),
+        (WeightFormat::Nvfp4, Order::Seed { split: Split::S4 }, whole),
         (WeightFormat::Mxfp4, Order::Decode, whole),
     ] {
         assert_eq!(sums((format, Activation::Bf16), order, 32, -10, &values), wanted, "{format} {order}");
@@ -1065,7 +1065,7 @@ fn decode_unfolds_the_total() {
     let huge = power(118);
     for (format, order, cancelled) in [
         (WeightFormat::Nvfp4, Order::Decode, 0.0),
-        (WeightFormat::Nvfp4, Order::default(), f32::INFINITY),
+        (WeightFormat::Nvfp4, Order::Seed { split: Split::S4 }, f32::INFINITY),
         (WeightFormat::Mxfp4, Order::Decode, f32::INFINITY),
     ] {
         let formats = (format, Activation::Bf16);
