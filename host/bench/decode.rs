@@ -307,24 +307,18 @@ pub fn decode(gpu: &Arc<Gpu>, options: &DecodeOptions, mut report: impl FnMut(&D
                     for variant in variants {
                         let plan = Plan::with_variant(&device, shape, arithmetic, tokens, variant)?;
                         let workspace = Workspace::new(&device, &plan)?;
-                        let layer_call = |i: usize, batch: &Batch, stages: &[Stage]| {
-                            let (topk_ids, topk_weights) = (&batch.topk_ids, &batch.topk_weights);
-                            let inputs = Inputs { tokens, x: Hidden::Bf16(&batch.x), topk_ids, topk_weights };
-                            layers[i % sets].enqueue(&plan, &workspace, inputs, &out, stages)
-                        };
-                        let call = |stages: &[Stage]| {
-                            batches.iter().enumerate().try_for_each(|(i, batch)| layer_call(i, batch, stages))
-                        };
-                        let microseconds = match &router {
-                            None => time(gpu, CALLS, || call(&Stage::ALL))?,
-                            Some(router) => time(gpu, CALLS, || {
-                                batches.iter().enumerate().try_for_each(|(i, batch)| {
+                        let call = |router: Option<&Router>, stages: &[Stage]| {
+                            batches.iter().enumerate().try_for_each(|(i, batch)| {
+                                if let Some(router) = router {
                                     router.launch(i, tokens, batch)?;
-                                    layer_call(i, batch, &Stage::ALL)
-                                })
-                            })?,
+                                }
+                                let (topk_ids, topk_weights) = (&batch.topk_ids, &batch.topk_weights);
+                                let inputs = Inputs { tokens, x: Hidden::Bf16(&batch.x), topk_ids, topk_weights };
+                                layers[i % sets].enqueue(&plan, &workspace, inputs, &out, stages)
+                            })
                         };
-                        let alone = |stage| time(gpu, CALLS, || call(&[stage]));
+                        let microseconds = time(gpu, CALLS, || call(router.as_ref(), &Stage::ALL))?;
+                        let alone = |stage| time(gpu, CALLS, || call(None, &[stage]));
                         let stages = match options.stages {
                             true => Some(StageTimes {
                                 route_prep: alone(Stage::RoutePrep)?,
